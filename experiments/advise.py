@@ -33,7 +33,7 @@ from emo.common.labels import IGNORE
 from emo.common.report.numbers import between, formatted
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.loss.expected import Costs
+from emo.pipeline.loss.expected import CostOperator
 
 from .known_truth import bigram
 
@@ -202,7 +202,7 @@ def share_of(fit: float, V: int) -> float:
 
 def fit_of_truth(truth: bigram.Truth) -> float:
     """Return what `fit_of_costs` tends to with targets drawn from a truth, where the model is the truth."""
-    costs, mean = Costs(truth.embedding), truth.contexts @ truth.rows
+    costs, mean = CostOperator(truth.embedding), truth.contexts @ truth.rows
     distances = truth.contexts @ (truth.rows * costs.apply(truth.rows)).sum(-1)
     confused = truth.rows * (1 - truth.rows)  # P_xy (1 - P_xy), summed over contexts below
     spread = truth.contexts @ confused @ (costs.apply(mean[None])[0] / (1 - mean))

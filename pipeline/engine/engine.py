@@ -42,7 +42,7 @@ from emo.common.parallel import environment
 from ..control.stop import CHOSEN_PORT, die_with_parent
 from ..control.world import PATIENCE, World, gather_objects
 from ..loss.fused import BINS
-from ..loss.models.head import BOUNDS, DOMAIN, by_document
+from ..loss.models.head import BOUNDS, DOMAIN, sum_by_document
 from .devices import bind_near, check_gpus, on_gpu, threads
 from .ds_config import import_muon, muon, parameter_groups, zero_stage
 from .pace import OwnTime
@@ -213,7 +213,7 @@ class Engine:
             on_device = self._to_device(micro)
             sums = self.ds(**on_device)
             totals += _detached(sums)
-            nll.append(by_document(sums.by_token[1], on_device[BOUNDS]))
+            nll.append(sum_by_document(sums.by_token[1], on_device[BOUNDS]))
             tokens.append(micro["labels"].per_document(micro[BOUNDS]))
         return self.share(totals), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
 

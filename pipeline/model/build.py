@@ -34,7 +34,7 @@ from ..loss import (
     fuse_model,
     probe_model,
 )
-from ..loss.models.head import by_segments, refusal, require_plain_head
+from ..loss.models.head import packing_problem, require_plain_head, uses_segments
 from .config import ModelConfig
 from .kernels import use_liger
 from .objectives import Losses
@@ -185,13 +185,13 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     settings: Any = {"packed": False, "collective": True, "device": engine.world.device}
     verdict = probe_model(base, engine.ds, **settings)
     first = base.config._attn_implementation
-    if verdict == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
+    if verdict == "refused" and uses_segments(first) and config.model.attn_implementation == "auto":
         other = "sdpa" if family_has(base.config, "sdpa") else "eager"
         log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
         base.set_attn_implementation(other)
         verdict = probe_model(base, engine.ds, **settings)
     if verdict == "refused" and packed(manifests):
-        raise UserError(refusal(base))
+        raise UserError(packing_problem(base))
     if verdict == "refused":
         base.packing = "alone"  # what follows a row's one document is padding, which nobody learns from
 

@@ -19,7 +19,7 @@ from emo.data_prep.shards.format import TokenDataset
 
 from ..config import RunConfig
 from ..loss import CostEmbedding, LiveCost, Objective, get_objective, load_cost, number_cost, weighted_sum
-from ..loss.cost import NumberCost, twins
+from ..loss.cost import NumberCost, find_twins
 from ..loss.schedule import Ramp, Spaced, Weight
 from .objective_config import ObjectiveConfig, PartConfig, RampConfig, TeacherConfig
 
@@ -59,12 +59,14 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     objective = parts[0]
     if chosen.sum:
         objective = weighted_sum(list(zip(parts, _weights(config), strict=True)))
-    if bool(objective.against) != (chosen.compared is not None):
+    if bool(objective.divergences) != (chosen.compared is not None):
         cure = "set objective.teacher to {model: PATH}, {scores: NAME} or base"
-        problem = f"needs a teacher; {cure}" if objective.against else "has none: leave objective.teacher out"
+        problem = (
+            f"needs a teacher; {cure}" if objective.divergences else "has none: leave objective.teacher out"
+        )
         raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
     stored = isinstance(chosen.compared, TeacherConfig) and chosen.compared.scores
-    if stored and any(comparison.needs_costs for _, comparison in objective.against):
+    if stored and any(comparison.needs_costs for _, comparison in objective.divergences):
         problem = "needs every probability of its teacher, and the stored ones are the largest"
         raise UserError(f"objective {objective.name} {problem}; give teacher.model", code="needs-teacher")
     if "stored" in objective.needs and chosen.scores is None:
@@ -80,7 +82,7 @@ def judged_objective(config: RunConfig) -> Objective:
     parts = objective_parts(config)
     if not config.objective.sum:
         return parts[0]
-    return weighted_sum([pair for pair in zip(parts, _weights(config), strict=True) if pair[0].against])
+    return weighted_sum([pair for pair in zip(parts, _weights(config), strict=True) if pair[0].divergences])
 
 
 def _weights(config: RunConfig) -> list[Weight]:
@@ -131,7 +133,7 @@ def warn_of_twins(cost: CostEmbedding | LiveCost | None, data: TokenDataset) -> 
     if not len(tokens):
         return
     frequent = np.argsort(-counts, kind="stable")[:TWIN_TOKENS]
-    alike = twins(cost, torch.from_numpy(tokens[frequent])).numpy()
+    alike = find_twins(cost, torch.from_numpy(tokens[frequent])).numpy()
     share = counts[frequent][alike].sum() / counts.sum()
     if share > USUAL_TWINS:
         line = "objective.cost does not tell %d tokens (%.0f %% of the data) from others: weights may explode"

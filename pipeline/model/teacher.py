@@ -25,8 +25,8 @@ from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..engine.devices import usable_attention
 from ..loss import fuse_model, get_objective, probe_model
-from ..loss.models.frozen import BaseTeacher, Frozen, LiveTeacher
-from ..loss.models.head import refusal
+from ..loss.models.frozen import BaseTeacher, FrozenCausalLM, LiveTeacher
+from ..loss.models.head import packing_problem
 from .build import load_pretrained, model_config
 from .config import ModelConfig
 from .objective_config import BASE, TeacherConfig
@@ -118,7 +118,7 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
     teacher: Any = load_pretrained(settings.path, settings.revision, settings.dtype, attn, KEY)
     teacher.config.use_cache = False
     teacher.eval().requires_grad_(False)
-    fuse_model(teacher, get_objective("mle"), forward=Frozen)
+    fuse_model(teacher, get_objective("mle"), forward=FrozenCausalLM)
     run: Any = None
     if ds_config["zero_optimization"]["stage"] == 3:
         held = {key: ds_config[key] for key in HELD if key in ds_config}
@@ -128,7 +128,7 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
         teacher.to(world.device)
     verdict = probe_model(teacher, run, packed=False, collective=True, device=world.device)
     if verdict == "refused" and packs:
-        raise UserError(f"the teacher: {refusal(teacher)}", code="packing")
+        raise UserError(f"the teacher: {packing_problem(teacher)}", code="packing")
     if verdict == "refused":
         teacher.packing = "alone"
     reference = config.objective.compared

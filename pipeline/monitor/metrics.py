@@ -24,7 +24,7 @@ from ..engine.devices import on_gpu
 from ..engine.engine import Sums
 from ..engine.hardware import GIB
 from ..engine.pace import Stragglers
-from ..loss.fused import summary
+from ..loss.fused import summarize_weights
 from . import validation
 from .console import Console, Progress
 
@@ -83,7 +83,7 @@ class Window:
             "grad_norm_max": self.largest_norm if applied else math.nan,
             "skipped": self.skipped,
             "tokens_per_s": _mean(self.tokens, self.seconds),
-            **(summary(self.weights) if self.weights else {}),
+            **(summarize_weights(self.weights) if self.weights else {}),
         }
         if self.written:
             record |= {"written_tokens": self.written, "writing_seconds": self.writing_seconds}

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from emo.experiments import advise
 from emo.experiments.advise import Position, expected, fit_of_costs, fit_of_truth, nearest_cell, share_of
 from emo.experiments.known_truth import bigram
-from emo.pipeline.loss.expected import Costs
+from emo.pipeline.loss.expected import CostOperator
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.launching import tiny_recipe
 
@@ -26,7 +26,7 @@ def test_the_fit_of_a_truth_is_what_samples_of_it_tend_to() -> None:
     language, generator = truth(1.0), torch.Generator().manual_seed(0)
     contexts = torch.multinomial(language.contexts, 40_000, True, generator=generator)
     targets = torch.multinomial(language.rows[contexts], 1, generator=generator)[:, 0]
-    costs = Costs(language.embedding).apply(torch.eye(40, dtype=torch.float64))
+    costs = CostOperator(language.embedding).apply(torch.eye(40, dtype=torch.float64))
     fit = fit_of_costs(language.rows[contexts], targets, lambda tokens: costs[tokens])
     assert fit == pytest.approx(fit_of_truth(language), abs=0.005)
 

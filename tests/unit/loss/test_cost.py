@@ -21,9 +21,9 @@ from emo.pipeline.loss.cost import (
     CACHE_WINDOW_CPU,
     LIVE,
     CostEmbedding,
+    find_twins,
     padded_width,
     plan_tokens,
-    twins,
 )
 from emo.pipeline.loss.cost_files import load_cost, number_cost
 from emo.pipeline.loss.fused import fused_linear_loss
@@ -175,7 +175,7 @@ def test_costs_of_numbers() -> None:
     assert rows[0].tolist() == pytest.approx([0, 0, eleven, 6, 0, 0, 0, 1, 0, 0])
     assert rows[1].tolist() == pytest.approx([0, eleven, 0, 5, 0, 0, 0, twelve, 0, 0])
     assert not rows[2:].any()
-    assert cost.placed(torch.device("cpu"), torch.bfloat16) is cost
+    assert cost.prepared_for(torch.device("cpu"), torch.bfloat16) is cost
     assert cost.fingerprint != number_cost(["1", "2"], 10).fingerprint
     with refused("no-numbers"):
         number_cost(["a", "7"], 10)
@@ -187,12 +187,12 @@ def test_small_costs_keep_their_digits_in_half_precision(
     model_dtype: torch.dtype, instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
-    monkeypatch.setattr("emo.pipeline.loss.cost._lacks_instructions", lambda: not instructions)
+    monkeypatch.setattr("emo.pipeline.loss.cost._lacks_bfloat16", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
     base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
     E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(torch.bfloat16)
     want = cost_matrix(E)[torch.arange(600), torch.arange(600) + 600]
-    cost = CostEmbedding.from_weight(E).placed(torch.device("cpu"), model_dtype)
+    cost = CostEmbedding.from_weight(E).prepared_for(torch.device("cpu"), model_dtype)
     rows = {"exact": cost.costs(torch.arange(600))}
     rows["cached"] = rows["exact"].half()
     if cost.rows.dtype == torch.float16:  # as kernels of a GPU read them
@@ -208,7 +208,7 @@ def test_twins() -> None:
     tokens = torch.randperm(300)[:200]
     E[tokens[150]] = 2.5 * E[tokens[3]]  # the same direction
     E[list({*range(300)} - {*tokens.tolist()})] = E[tokens[5]].clone()  # others do not count
-    assert twins(CostEmbedding.from_weight(E), tokens).nonzero().flatten().tolist() == [3, 150]
+    assert find_twins(CostEmbedding.from_weight(E), tokens).nonzero().flatten().tolist() == [3, 150]
 
 
 @contextlib.contextmanager
@@ -250,9 +250,9 @@ def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
     x, matrix, less = (torch.randn(*shape).to(dtype) for shape in ((5, 33), (rows, 33), (5,)))
     exact = x.double() @ matrix.double().T - less.double()[:, None]
     out = torch.empty(5, rows, dtype=dtype)
-    tensors.against_rows(x, matrix, out, less)
+    tensors.write_widened_product(x, matrix, out, less)
     assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() * 1.01 + 1e-6).all()
-    product, want = tensors.with_rows(out, matrix).double(), out.double() @ matrix.double()
+    product, want = tensors.mm_widened(out, matrix).double(), out.double() @ matrix.double()
     torch.testing.assert_close(product, want, rtol=1e-5, atol=1e-4)
 
 
@@ -265,7 +265,7 @@ def test_the_plan_is_the_valid_tokens_sorted(rows: list[list[int]]) -> None:
     assert (plan.size, len(plan)) == (len(flat), len(want))
     assert list(zip(plan.labels, plan.positions, strict=True)) == want
     assert plan.targets.tolist() == sorted({label for label, _ in want})
-    assert [plan.targets[i] for i in plan.which] == [label for label, _ in want]
+    assert [plan.targets[i] for i in plan.target_index] == [label for label, _ in want]
     assert plan.counts.tolist() == [flat.count(target) for target in plan.targets]
 
 

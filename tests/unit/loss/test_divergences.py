@@ -182,7 +182,7 @@ def test_a_part_counts_in_its_share_of_the_steps() -> None:
         assert abs(count - 20 * falling.at(start + 9.5)) <= 1
     mle, kl = get_objective("mle"), get_objective("kl")
     anchored = weighted_sum([(mle, 1.0), (kl, Spaced(0.5, Ramp(0.5, 0.5, 1)))])
-    assert [anchored.at(step).against[0][0] for step in range(4)] == [0.0, 0.5, 0.0, 0.5]
+    assert [anchored.at(step).divergences[0][0] for step in range(4)] == [0.0, 0.5, 0.0, 0.5]
     with refused("option-range"):
         weighted_sum([(mle, 1.0), (kl, Spaced(0.5, Ramp(0.0, 2.0, 1)))])
 

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from emo.common.errors import UserError
 from emo.pipeline.engine.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens, probe_model
-from emo.pipeline.loss.models.head import BOUNDS, LONGEST, SEGMENTS, by_document, keep_apart, segments
+from emo.pipeline.loss.models.head import (
+    BOUNDS,
+    LONGEST,
+    SEGMENTS,
+    segments,
+    separate_documents,
+    sum_by_document,
+)
 from emo.pipeline.loss.models.varlen import varlen_attention
 from emo.pipeline.model.config import ModelConfig
 from tests.helpers.families import FAMILIES, VOCAB, family, tiny_llama
@@ -37,9 +44,9 @@ def test_flash_attention_gets_the_segments_that_the_loader_knows() -> None:
     """Positions of the meta device have no values: reading one would fail."""
     bounds, longest = segments(rows([5, 3], [8]))
     inputs: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": longest}
-    keep_apart(stand_in("positions", "flash_attention_2"), torch.empty(2, 8, device="meta"), inputs)
+    separate_documents(stand_in("positions", "flash_attention_2"), torch.empty(2, 8, device="meta"), inputs)
     assert inputs == dict(zip(SEGMENTS, (bounds, bounds, 8, 8), strict=True))
-    keep_apart(stand_in("positions", "sdpa"), rows([5, 3]), plain := {})
+    separate_documents(stand_in("positions", "sdpa"), rows([5, 3]), plain := {})
     assert plain == {}, "other attention reads the positions"
 
 
@@ -47,21 +54,21 @@ def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() ->
     model, plain, packed = stand_in("positions", "varlen"), rows([8]), rows([5, 3])
     mask = torch.ones(1, 8, dtype=torch.int64)
     inputs: dict[str, Any] = {"attention_mask": mask}
-    keep_apart(model, plain, inputs)
+    separate_documents(model, plain, inputs)
     assert inputs == {"attention_mask": mask}
-    keep_apart(model, packed, inputs)
+    separate_documents(model, packed, inputs)
     assert inputs["attention_mask"].numel() == 0 and inputs["cu_seq_lens_q"].tolist() == [0, 5, 8]
     with refused("mask-positions"):
-        keep_apart(model, packed, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])})
+        separate_documents(model, packed, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])})
     with refused("packing"):
-        keep_apart(stand_in("refused", "eager"), packed, {})
-    keep_apart(stand_in("refused", "eager"), rows([8], [8]), {})
+        separate_documents(stand_in("refused", "eager"), packed, {})
+    separate_documents(stand_in("refused", "eager"), rows([8], [8]), {})
 
 
 def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With segments and labels planned by the loader, from the token ids to the gradients of all weights."""
     monkeypatch.setattr(
-        "emo.pipeline.loss.models.varlen.attend_in_turn", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
+        "emo.pipeline.loss.models.varlen.attend_per_document", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
     )
     model = tiny_llama(61, num_attention_heads=4, num_key_value_heads=2)
     model.set_attn_implementation("varlen")
@@ -82,7 +89,7 @@ def test_sums_by_document() -> None:
     bounds, longest = segments(positions)
     assert (bounds.tolist(), longest, bounds.dtype) == ([0, 3, 5, 6, 12], 6, torch.int32)
     labels = torch.tensor([[5, 6, -100, 7, -100, -100], [-100, 1, 2, 3, 4, -100]])
-    assert by_document(torch.arange(12.0), bounds).tolist() == [0 + 1 + 2, 3 + 4, 5, sum(range(6, 12))]
+    assert sum_by_document(torch.arange(12.0), bounds).tolist() == [0 + 1 + 2, 3 + 4, 5, sum(range(6, 12))]
     assert plan_tokens(labels).per_document(bounds).tolist() == [2, 1, 0, 4]
 
 

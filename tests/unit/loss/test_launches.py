@@ -72,7 +72,7 @@ def head(
                 trace.launches = before + collections.Counter(solve=1)
                 return result
 
-            monkeypatch.setattr(kernels_triton, "solve_at_once", at_once)
+            monkeypatch.setattr(kernels_triton, "compiled_solve", at_once)
             context = SimpleNamespace(mark_non_differentiable=lambda *sums: None)
             inputs = (hidden, weight, None, plan_tokens(labels), spec, (True, True, False), side, None)
             fused._FusedLoss.forward(context, *inputs)
@@ -146,7 +146,7 @@ def test_scalars_are_one_kernel() -> None:
 def test_the_scalars_of_every_objective_can_be_compiled(name: str) -> None:
     torch.compiler.reset()  # it gives up after so many variants of a function
     numbers = torch.rand(9, 8, generator=torch.Generator().manual_seed(1)).unbind()
-    statistics = rows.Statistics(*numbers[:4], entropy=numbers[4], squares=numbers[5], top=numbers[6])
+    statistics = rows.Statistics(*numbers[:4], H=numbers[4], S=numbers[5], top=numbers[6])
     arguments = (rows.Terms(get_objective(name)), statistics, numbers[7], 32000, False)
     compiled = torch.compile(rows.solve, dynamic=True, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*arguments)[0].loss, rows.solve(*arguments)[0].loss)
