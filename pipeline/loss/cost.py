@@ -611,15 +611,10 @@ def open_rows(
     group: int,
     chunk: int,
 ) -> ExactRows | CachedRows:
-    """Return a reader of the cost rows of a plan's targets.
+    """Return a reader of the cost rows of a plan's targets, for at most `group` tokens per request.
 
-    Args:
-        cost: the embedding, on the device.
-        plan: the tokens of the batch.
-        on_device: the same plan on the device.
-        dtype: dtype of the costs, or None for their stored form, which kernels convert while reading.
-        group: largest number of tokens per request.
-        chunk: tokens per chunk of logits. On a CPU a window of rows exceeds neither it nor WINDOW_MB.
+    Costs have the `dtype`, or for None their stored form, which kernels convert while reading. On a CPU a
+    window of rows exceeds neither WINDOW_MB nor a `chunk` of logits.
     """
     if cost.cache is not None:
         return CachedRows(cost, cost.cache, plan, on_device, dtype)

@@ -386,14 +386,9 @@ def logits_loss(
 
 @torch.no_grad()
 def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: Spec) -> Tensor:
-    """Return -log p of every label in nats, 0 for ignored ones, float32 (float64).
+    """Return -log p of every label [...] in nats, 0 for ignored ones, float32 (float64).
 
-    Args:
-        hidden: [..., H].
-        weight: [V, H], of the same dtype.
-        bias: [V].
-        labels: [...], also the shape of the result.
-        spec: soft cap, scale and budget of the head.
+    hidden is [..., H], weight [V, H] of the same dtype, bias [V]. `spec` has soft cap, scale and budget.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     _check_head_inputs(flat, weight, labels, spec, None)
@@ -456,17 +451,8 @@ def run_chunks(
 ) -> Iterator[tuple[Tensor, Tensor, Tokens]]:
     """Yield positions [n] in the flat batch, gradient rows G [n, V] and results of each chunk of tokens.
 
+    x is hidden states [N, H], or logits [N, V] if `weight` [V, H] is None. bias is [V], stored is [N].
     Without `gradient` the rows have no meaning. The next chunk overwrites them in any case.
-
-    Args:
-        x: hidden states [N, H], or logits [N, V] if `weight` is None.
-        weight: the head [V, H].
-        bias: [V].
-        labels: N labels, or their plan.
-        spec: options of the loss.
-        gradient: whether to compute G.
-        teacher: the teacher's side of the batch, for divergences.
-        stored: a log-probability of every label [N].
     """
     device, V = x.device, x.shape[1] if weight is None else len(weight)
     plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=device.type == "cuda")
@@ -600,16 +586,9 @@ def process_chunk(
     triton: bool,
     in_full: bool = False,
 ) -> Tokens:
-    """Return the losses of a chunk, and with `gradient` overwrite its logits by G (`rows.py`).
+    """Return the losses of a chunk of logits [n, V]. With `gradient`, overwrite these by G (`rows.py`).
 
-    Args:
-        logits: [n, V].
-        chunk: the tokens.
-        costs: reader of the cost rows.
-        terms: the parts of the loss.
-        gradient: whether to compute G.
-        triton: whether to use the Triton kernels.
-        in_full: compute G without separate row factors.
+    `costs` reads the cost rows. `in_full` asks for G without separate row factors.
     """
     n, V = logits.shape
     # kernels have no temporaries, so only the number of cost rows limits their groups
@@ -651,16 +630,8 @@ def add_divergences(
 ) -> Tokens:
     """Return the results of a chunk with its divergences from a teacher, whose gradient is added to G.
 
-    Args:
-        G: [n, V] gradient of the other parts of the loss; overwritten if there are none.
-        logits: [n, V], overwritten; G itself if nothing else needs them.
-        chunk: the tokens.
-        teacher: its rows, overwritten.
-        cost: transport costs.
-        terms: the parts of the loss.
-        gradient: whether to compute G.
-        triton: whether to use the Triton kernels.
-        tokens: results of the other parts of the loss, or None.
+    G [n, V] is the gradient of the other parts of the loss and `tokens` are their results. Without other
+    parts `tokens` is None, and G may be `logits` [n, V] itself. Logits and teacher are overwritten.
     """
     (n, V), parts = logits.shape, []
     # kernels have no temporaries, except for (C p) of eq. 15

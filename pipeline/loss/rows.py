@@ -100,15 +100,10 @@ class _Solution(NamedTuple):
 def solve(
     terms: Terms, stats: Statistics, stored: Tensor | None, vocab_size: int, in_full: bool
 ) -> tuple[Tokens, RowUpdate]:
-    """Compute the losses of n tokens and the update of their rows from the rows' statistics.
+    """Compute the losses of n tokens, with `stored` [n], and the update of their rows from their statistics.
 
-    Args:
-        terms: the parts of the loss.
-        stats: from the pass over the rows.
-        stored: a log-probability of every target [n].
-        vocab_size: V.
-        in_full: put the full gradient into G (r = 1). This is needed if the row is transformed afterwards
-            (soft cap), or if G must stay within a narrow range (float16).
+    `in_full` puts the full gradient into G (r = 1). This is needed if the row is transformed afterwards (soft
+    cap), or if G must stay within a narrow range (float16).
     """
     scale = terms.objective.logit_scale
     solution = _solve_scalars(stats, stored, scale)

@@ -126,16 +126,7 @@ def compare_with_teacher(
     terms: Terms,
     gradient: bool,
 ) -> TeacherLoss:
-    """Return the divergences of a group of tokens from a teacher.
-
-    Args:
-        logits: the student's [n, V].
-        chunk: the tokens.
-        teacher: its rows; those of a live teacher are overwritten.
-        cost: transport costs.
-        terms: the parts of the loss.
-        gradient: whether to compute the gradient.
-    """
+    """Return the divergences of the student's logits [n, V] from a teacher. Live rows are overwritten."""
     objective = terms.objective
     log_q, slope, nll = _student_log_probs(logits, chunk, terms)
     q = log_q.exp()

@@ -90,14 +90,8 @@ def attend_in_one_call(
 ) -> Tensor:
     """Return causal attention within documents on a GPU, by one call of torch's kernel, [T, H, D].
 
-    Args:
-        q: [T, H, D] in half precision.
-        k: [T, H', D].
-        v: [T, H', D].
-        bounds: document i is tokens bounds[i] to bounds[i + 1] - 1.
-        longest: length of the longest document.
-        scale: factor on the scores.
-        left: number of earlier tokens that a token sees; -1: all.
+    q is [T, H, D], k and v are [T, H', D] in half precision. Document i is tokens bounds[i] to
+    bounds[i + 1] - 1. A token sees itself and `left` earlier tokens, or all for -1.
     """
     window = (left, 0)
     lengths = (bounds, bounds, longest, longest)

@@ -28,7 +28,7 @@ from emo.pipeline.loss.cost import (
 from emo.pipeline.loss.cost_files import load_cost, number_cost
 from emo.pipeline.loss.fused import fused_linear_loss
 from tests.helpers.families import VOCAB, family
-from tests.helpers.loss_reference import agree, cost_matrix, fused_step, reference, unit_rows
+from tests.helpers.loss_reference import assert_agree, cost_matrix, fused_step, reference, unit_rows
 from tests.helpers.refusals import refused
 from tests.helpers.waits import waits
 from tests.unit.loss.test_objectives import ONE_TARGET, make
@@ -64,9 +64,9 @@ def test_cached_rows_are_close_and_independent_of_history(
         fused_step(h, w, batch(99, vocab=vocab), make("emo"), cost, memory_mb=2)
         for cost in (exact, fresh, used)
     )
-    agree(want, reference(h, w, batch(99, vocab=vocab), E, "emo"), 1e-5)
-    agree(got, want, 2e-3)
-    agree(got, again, 5e-5)  # the product may round differently in another composition, by a float16 digit
+    assert_agree(want, reference(h, w, batch(99, vocab=vocab), E, "emo"), 1e-5)
+    assert_agree(got, want, 2e-3)
+    assert_agree(got, again, 5e-5)  # products of other groups may differ by a float16 digit
 
 
 def test_cache_prefers_frequent_targets() -> None:
@@ -83,14 +83,14 @@ def test_cache_prefers_frequent_targets() -> None:
     assert (table.slot[:10] == -1).all()
 
 
-def test_live_head() -> None:
+def test_live_costs_follow_the_head() -> None:
     """The adaptive variant: costs from the head as it is now, without a gradient through them."""
     torch.manual_seed(0)
     h, w = torch.randn(30, H).requires_grad_(), torch.randn(90, H).requires_grad_()
     labels = torch.randint(90, (30,))
     for _ in range(2):
         got = fused_step(h, w, labels, make("emo"), LIVE)
-        agree(got, reference(h, w, labels, w.detach(), "emo"), 1e-5)
+        assert_agree(got, reference(h, w, labels, w.detach(), "emo"), 1e-5)
         with torch.no_grad():
             w += 0.3 * torch.randn_like(w)
 
@@ -128,7 +128,7 @@ def test_reads_other_files(tmp_path: Path) -> None:
         torch.testing.assert_close(cost.rows, unit_rows(E), rtol=0, atol=1e-6)
 
 
-def test_unusable_sources_are_refused(tmp_path: Path) -> None:
+def test_invalid_sources_raise(tmp_path: Path) -> None:
     E = torch.randn(12, 5)
     save_file({"a": E, "b": E.clone()}, tmp_path / "two.safetensors")
     torch.save(E, tmp_path / "twelve.pt")
@@ -183,7 +183,7 @@ def test_costs_of_numbers() -> None:
 
 @pytest.mark.parametrize("instructions", [False, True])
 @pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float16])
-def test_small_costs_keep_their_digits_in_half_precision(
+def test_small_costs_are_accurate_in_half_precision(
     model_dtype: torch.dtype, instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
@@ -202,7 +202,7 @@ def test_small_costs_keep_their_digits_in_half_precision(
         assert float(((near - want) / want).abs().max()) <= 0.05, name
 
 
-def test_twins() -> None:
+def test_find_twins() -> None:
     torch.manual_seed(0)
     E = torch.randn(300, 8)
     tokens = torch.randperm(300)[:200]
@@ -227,7 +227,7 @@ def padded_everywhere() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "cache_mb", "options"), [("emo", 0.0, {}), ("emo", 0.05, {}), ("mile", 0.0, {"softcap": 5.0})]
 )
-def test_padded_rows_change_nothing(
+def test_padding_rows_does_not_change_results(
     name: str, cache_mb: float, options: dict[str, float], dtype: torch.dtype
 ) -> None:
     """Losses and gradients over several chunks are those of contiguous rows."""
@@ -239,7 +239,7 @@ def test_padded_rows_change_nothing(
         with rows:
             costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
             results.append(fused_step(h, w, labels, make(name), costs, memory_mb=0.005, **options))
-    agree(results[1], results[0], 1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert_agree(results[1], results[0], 1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

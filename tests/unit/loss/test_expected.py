@@ -59,7 +59,7 @@ def test_emo_settles_where_its_closed_form_says() -> None:
 
 @pytest.mark.parametrize("name", ["tailr", "dft", "demd"])
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
-def test_what_collapses_never_settles(name: str, sharpness: float) -> None:
+def test_collapsing_objectives_keep_a_residual(name: str, sharpness: float) -> None:
     """... though its gradient vanishes near a corner."""
     truth = torch.softmax(sharpness * truths().log(), -1)
     q, residual = settle(truth, gradient_of(name, geometry()), 300, 1e-6)

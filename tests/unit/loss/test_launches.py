@@ -66,7 +66,7 @@ def head(
             for name in ("live_kernel", "stored_kernel"):
                 monkeypatch.setattr(kernels_teacher, name, Kernel(name, trace))
 
-            def at_once(*arguments: Any) -> Any:  # one kernel, as `test_scalars_are_one_kernel` sees
+            def at_once(*arguments: Any) -> Any:  # one kernel, as `test_solve_compiles_to_one_kernel` sees
                 before = trace.launches.copy()
                 result = rows.solve(*arguments)
                 trace.launches = before + collections.Counter(solve=1)
@@ -124,7 +124,7 @@ def test_a_teacher_adds_few_kernels(
     assert trace.peak / MIB <= mebibytes
 
 
-def test_scalars_are_one_kernel() -> None:
+def test_solve_compiles_to_one_kernel() -> None:
     """Compiled, `solve` is one kernel with the same results, and no other one for new weights."""
     from torch._inductor import metrics
 
@@ -143,7 +143,7 @@ def test_scalars_are_one_kernel() -> None:
 
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
-def test_the_scalars_of_every_objective_can_be_compiled(name: str) -> None:
+def test_solve_compiles_for_every_objective(name: str) -> None:
     torch.compiler.reset()  # it gives up after so many variants of a function
     numbers = torch.rand(9, 8, generator=torch.Generator().manual_seed(1)).unbind()
     statistics = rows.Statistics(*numbers[:4], H=numbers[4], S=numbers[5], top=numbers[6])
