@@ -6,7 +6,7 @@ The map (`known_truth/map.json`, from experiments/configs/known-truth.yaml) has 
     draws       supervised tokens per token of the vocabulary
     share       of geometry: how well the costs predict which tokens the model confuses
 
-Costs predict confusions if the probability that the model does not give to the target y is closer to y (D)
+CostOperator predict confusions if the probability that the model does not give to the target y is closer to y (D)
 than the model's mean distribution over all positions t (D'):
 
     fit = 1 - sum_t D_t / sum_t D'_t,    D_t = sum_i q_ti c(y_t, i)
@@ -33,7 +33,7 @@ from emo.common.labels import IGNORE
 from emo.common.report.numbers import format_interval, formatted
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.loss.expected import Costs
+from emo.pipeline.loss.expected import CostOperator
 
 from .known_truth import bigram
 
@@ -203,7 +203,7 @@ def find_share(fit: float, V: int) -> float:
 
 def compute_truth_fit(truth: bigram.Truth) -> float:
     """Return the expected `measure_cost_fit` if the model equals the truth."""
-    costs, mean = Costs(truth.embedding), truth.contexts @ truth.rows
+    costs, mean = CostOperator(truth.embedding), truth.contexts @ truth.rows
     distances = truth.contexts @ (truth.rows * costs.apply(truth.rows)).sum(-1)
     confused = truth.rows * (1 - truth.rows)  # P_xy (1 - P_xy), summed over contexts below
     spread = truth.contexts @ confused @ (costs.apply(mean[None])[0] / (1 - mean))

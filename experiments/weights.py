@@ -22,7 +22,7 @@ from torch import Tensor
 from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
 from emo.pipeline.loss import Objective, get_objective
-from emo.pipeline.loss.objectives import BUILT_IN, Rows, gradient, scalars_of
+from emo.pipeline.loss.objectives import BUILT_IN, LogitRows, claimed_gradient, compute_scalars
 
 OTHERS, STORED = 9, 0.5
 COLUMNS = 5  # panels in a row
@@ -42,10 +42,10 @@ def compute_pull(objective: Objective, p: Tensor) -> Tensor:
     z = torch.cat([p[:, None], others], 1).log()
     costs = torch.ones_like(z)
     costs[:, 0] = 0
-    rows = Rows(z, torch.zeros(len(p), dtype=torch.long), costs, torch.full_like(p, STORED).log())
-    scalars = scalars_of(z, rows, objective.logit_scale)
+    rows = LogitRows(z, torch.zeros(len(p), dtype=torch.long), costs, torch.full_like(p, STORED).log())
+    scalars = compute_scalars(z, rows, objective.logit_scale)
     # 0 - x instead of -x avoids negative zeros in the table
-    return 0 - gradient(objective.coefficients(scalars), scalars, rows, objective.logit_scale)[:, 0]
+    return 0 - claimed_gradient(objective.coefficients(scalars), scalars, rows, objective.logit_scale)[:, 0]
 
 
 def draw_pulls() -> str:

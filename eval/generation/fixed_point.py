@@ -14,7 +14,7 @@ from torch import Tensor
 
 from emo.common.errors import UserError, nearest
 from emo.pipeline.loss import OBJECTIVES, CostEmbedding, Objective, get_objective, load_cost
-from emo.pipeline.loss.expected import Costs, expected_gradient, settle
+from emo.pipeline.loss.expected import CostOperator, expected_gradient, settle
 
 from ..models.model import EvaluatedModel
 from .decoding import Decoding
@@ -36,7 +36,7 @@ class FixedPoint:
         self.fingerprint: str | None = None
         head = model.model.get_output_embeddings()
         if not self.objective.needs_cost or decoding.cost == CONSTANT:
-            self.costs = Costs(None)
+            self.costs = CostOperator(None)
             return
         if decoding.cost:
             cost = load_cost(decoding.cost, len(head.weight))
@@ -48,7 +48,7 @@ class FixedPoint:
             )
         else:
             cost = CostEmbedding.from_weight(head.weight.detach(), torch.float32)
-        self.costs = Costs(cost.rows.to(head.weight.device, torch.float64))
+        self.costs = CostOperator(cost.rows.to(head.weight.device, torch.float64))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return log q [n, V] float32 for logits [n, V]. Raises UserError if there is no such q."""
@@ -76,7 +76,7 @@ def _find_objective(decoding: Decoding) -> Objective:
         )
     objective = get_objective(name)
     obstacles = {
-        "it needs a teacher": bool(objective.against),
+        "it needs a teacher": bool(objective.divergences),
         "it needs another model's scores": "stored" in objective.needs,
         "its weights are divided by their mean over a batch": objective.normalised,
     }

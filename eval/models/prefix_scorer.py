@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from emo.common.errors import UserError
-from emo.common.io.logits import head_options
+from emo.common.logits import read_logit_scaling
 
 from .base import BUDGET, Advance, Item, ItemScore, NotFiniteError, Say
 
@@ -189,9 +189,10 @@ class Head:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.head: nn.Linear = model.get_output_embeddings()
-        options = head_options(model.config)
-        self._scale, self._softcap = options.get("logit_scale"), options.get("softcap")
-        plain = type(self.head) is nn.Linear and self.head.bias is None and not options
+        scale, self._softcap = read_logit_scaling(model.config)
+        self._scale = None if scale == 1.0 else scale
+        plain = type(self.head) is nn.Linear and self.head.bias is None
+        plain = plain and self._scale is None and self._softcap is None
         self._plain = plain and self.head.weight.dtype == torch.float32
         self._buffer: Tensor | None = None
 

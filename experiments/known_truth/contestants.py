@@ -13,7 +13,7 @@ from torch import Tensor
 
 from emo.common.config.recipe import Section
 from emo.pipeline.loss import get_objective
-from emo.pipeline.loss.expected import Costs, Gradient, expected_gradient, settle
+from emo.pipeline.loss.expected import CostOperator, Gradient, expected_gradient, settle
 
 from . import bigram
 
@@ -22,7 +22,7 @@ KERNEL = "kernel"  # the proper score, which is not one of the built-in objectiv
 COMPILED = 200  # smallest vocabulary for which compiling a gradient pays off
 
 
-def kernel_gradient(q: Tensor, truth: Tensor, costs: Costs, weight: float) -> Tensor:
+def kernel_gradient(q: Tensor, truth: Tensor, costs: CostOperator, weight: float) -> Tensor:
     """Return the expected gradient [..., V] of the proper score m + weight / 2 |E'q - e_y|^2.
 
     With unit rows in E the second term is the kernel score of k_ij = e_i . e_j = 1 - c_ij. It equals EMO's D
@@ -37,11 +37,13 @@ def kernel_gradient(q: Tensor, truth: Tensor, costs: Costs, weight: float) -> Te
 
 
 @functools.cache
-def _gradient(name: str, params: tuple[tuple[str, float], ...]) -> Callable[[Tensor, Tensor, Costs], Tensor]:
+def _gradient(
+    name: str, params: tuple[tuple[str, float], ...]
+) -> Callable[[Tensor, Tensor, CostOperator], Tensor]:
     """Return the expected gradient of an objective, compiled for large vocabularies."""
     objective = None if name == KERNEL else get_objective(name, **dict(params))
 
-    def plain(q: Tensor, rows: Tensor, costs: Costs) -> Tensor:
+    def plain(q: Tensor, rows: Tensor, costs: CostOperator) -> Tensor:
         if objective is None:
             return kernel_gradient(q, rows, costs, dict(params)["weight"])
         return expected_gradient(q, rows, objective, costs)
@@ -132,8 +134,8 @@ class Contestant(Section):
         pairs = zip(rows, gradients, strict=True)
         return torch.cat([settle(p, gradient, 1000, 1e-7)[0] for p, gradient in pairs])
 
-    def _costs(self, embedding: Tensor) -> Costs:
+    def _costs(self, embedding: Tensor) -> CostOperator:
         if self.cost == "constant":
-            return Costs(None)
-        costs, generator = Costs(embedding), torch.Generator().manual_seed(PERMUTATION)
+            return CostOperator(None)
+        costs, generator = CostOperator(embedding), torch.Generator().manual_seed(PERMUTATION)
         return costs.permuted(generator) if self.cost == "permuted" else costs

@@ -200,7 +200,7 @@ class OnPolicy:
         self.eos = tokenizer.eos_token_id
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.together = trainer.ds.zero_optimization_stage() == 3 and trainer.world.ranks > 1
-        keeps = "logits_to_keep" in getattr(unwrap(trainer.model), "order", ())
+        keeps = "logits_to_keep" in getattr(unwrap(trainer.model), "argument_names", ())
         self.options = {"logits_to_keep": 1} if keeps else {}
 
     def due(self, step: int) -> bool:

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from emo.common.errors import FailureError, UserError, one_line
 
 from ..control.stop import HARDWARE, node_name
-from ..loss.models.head import VARLEN, by_segments
+from ..loss.models.head import VARLEN, uses_segments
 from ..loss.models.varlen import LARGEST_HEAD, kernel_is_new_enough
 from ..model.config import ModelConfig
 
@@ -114,7 +114,7 @@ def _attention_obstacle(name: str, model: ModelConfig, config: PretrainedConfig)
     """Return why this host or the model cannot use an attention implementation, or None."""
     if name == "flash_attention_2" and not on_gpu():
         return "no GPU"
-    if by_segments(name) and on_gpu():
+    if uses_segments(name) and on_gpu():
         if model.dtype == "float32":
             return "it needs half precision, but model.dtype is float32"
         if name == "flash_attention_2":

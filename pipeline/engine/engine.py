@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
-from ..loss.models.head import BOUNDS, DOMAIN, by_document
+from ..loss.models.head import BOUNDS, DOMAIN, sum_by_document
 from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .pace import OwnTime
 from .snapshots import Snapshots, only_data
@@ -150,7 +150,7 @@ class Engine:
             inputs = self._to_device(micro)
             sums = self.ds(**inputs)
             vector.add(sums)
-            nll.append(by_document(sums.by_token[1], inputs[BOUNDS]))
+            nll.append(sum_by_document(sums.by_token[1], inputs[BOUNDS]))
             tokens.append(micro["labels"].per_document(micro[BOUNDS]))
         return vector.reduce(), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
 

@@ -1,4 +1,4 @@
-"""Token-level objectives inside a fused output head: a library that knows nothing of runs.
+"""Token-level objectives inside a fused output head, as a library that is independent of the pipeline.
 
 from emo.loss import CostEmbedding, fused_linear_loss, get_objective
 

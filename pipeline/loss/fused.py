@@ -1,16 +1,16 @@
-"""Output head and loss in one: hidden states and labels in, summed loss and gradients out.
+"""Fused output head and loss: hidden states and labels in, summed loss and gradients out.
 
-The logits of all tokens never exist together. Tokens are taken in chunks; each chunk's logits become the
-chunk's gradient in place and are used up by two matrix products at once, in the forward pass, so that nothing
-is computed twice. Between forward and backward only the gradients [N, H] and [V, H] are held.
+The logits of all tokens never exist together. Tokens are processed in chunks. The logits of a chunk become
+its gradient in place, and two matrix products consume them in the forward pass, so that nothing is computed
+twice. Between forward and backward only the gradients [N, H] and [V, H] are kept.
 
-The file follows a token: its options (`Spec`), `fused_linear_loss`, `run_chunks` (its logits),
-`process_chunk` (its loss and the gradient G of its logits), `Accumulator` (the gradients of hidden state and
+The file follows a token: options (`Spec`), `fused_linear_loss`, `run_chunks` and `LogitReader` (its logits),
+`process_chunk` (its loss and the gradient G of its logits), `Accumulator` (gradients of hidden states and
 head), `Totals` (the sums).
 
-The sums come with a histogram of the objective's weights. EMO's w = m / D has no bound: where the
-model favours a token that costs next to nothing from the target, D vanishes and w explodes. Neither loss nor
-perplexity shows that; the weights do. Histograms add up over chunks, micro-batches and ranks.
+The sums include a histogram of the objective's weights. EMO's w = m / D has no upper limit: if the model
+prefers a token whose cost is near 0, D vanishes and w explodes. Loss and perplexity do not show that, but the
+weights do. Histograms can be added over chunks, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from .cost import (
     BLOCK,
     CachedRows,
     CostEmbedding,
+    CostRows,
     ExactRows,
     Labels,
     LiveCost,
     TokenPlan,
-    against_rows,
     label_count,
+    max_live_rows,
+    mm_widened,
+    needs_widening,
     open_rows,
     padded_rows,
     padded_width,
     plan_tokens,
-    rows_alive,
     unit_rows,
-    widens,
-    with_rows,
+    write_widened_product,
 )
 from .objectives import Objective
 from .rows import Chunk, Terms, Tokens, TorchRows, solve, statistics_dtype
-from .teacher import Side, Teacher, TeacherRows, TopK, compare
+from .teacher import Teacher, TeacherBatch, TeacherRows, TopK, compare_with_teacher
 
-# MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
-# the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
-# at any V and H (`tests/bench/kernels_static.py`). For V = 152064 these are 1,765 tokens, of which half would
-# cost as much again; for V = 32000 one chunk takes 8,192, and half of it would save 0.25 of 1.5 GB.
+# Default budget of a chunk's logits in MB. Each chunk reads the head twice, and reads and writes the float32
+# sum of its gradient. For n tokens on an H100 that takes at most 394 / n of the time of the three products,
+# at any V and H (`tests/bench/kernels_static.py`). For V = 152064 a chunk has 1,765 tokens, and half the size
+# would double that cost. For V = 32000 it has 8,192 tokens, and half the size would save 0.25 of 1.5 GB.
 CHUNK_MB = 512
 CHUNK_MB_CPU = {2: 32, 4: 48, 8: 48}  # on a CPU, by the bytes of a logit
 GROUP_BYTES = 2 * 1024 * 1024  # rows that share one round of per-token scalars, on a CPU
@@ -62,14 +63,14 @@ GROUP_BYTES = 2 * 1024 * 1024  # rows that share one round of per-token scalars,
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything about the loss that is not a tensor of the model."""
+    """All options of the loss that are not tensors of the model."""
 
     terms: Terms
     cost: CostEmbedding | LiveCost | None
     logit_scale: float = 1.0  # factor on h W^T, before the soft cap
     memory_mb: float | None = None  # budget of a chunk's logits; None: CHUNK_MB or CHUNK_MB_CPU
     kernels: str = "auto"  # auto | torch | triton
-    by_token: bool = False  # whether the sums come with the losses of every token
+    by_token: bool = False  # whether the sums include the losses of every token
 
     def uses_triton(self, like: Tensor) -> bool:
         """Return whether the element-wise part of the loss of `like` runs in Triton."""
@@ -95,11 +96,11 @@ def make_spec(
     memory_mb: float | None = None,
     kernels: str = "auto",
 ) -> Spec:
-    """Return the options of `fused_linear_loss` in a Spec. Raises UserError naming the one out of range."""
+    """Check the options of `fused_linear_loss`, documented there. Raises UserError for one out of range."""
     if cost is not None and not isinstance(cost, CostEmbedding | LiveCost):
-        given = f"costs come as a CostEmbedding (given: {type(cost).__name__})"
-        raise UserError(f"{given}; CostEmbedding.from_weight makes one of a tensor", code="cost-type")
-    for name, value, valid, wanted in (
+        problem = f"cost must be a CostEmbedding (got: {type(cost).__name__})"
+        raise UserError(f"{problem}; make one with CostEmbedding.from_weight", code="cost-type")
+    for name, value, valid, condition in (
         ("softcap", softcap, softcap is None or softcap > 0, "above 0"),
         ("z_loss", z_loss, z_loss >= 0, "0 or more"),
         ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "in [0, 1)"),
@@ -107,36 +108,61 @@ def make_spec(
         ("kernels", kernels, kernels in ("auto", "torch", "triton"), "auto, torch or triton"),
     ):
         if not valid:
-            raise UserError(f"{name} must be {wanted} (given: {value})", code="option-range")
+            raise UserError(f"{name} must be {condition} (got: {value})", code="option-range")
     if (objective.logit_scale != 1.0 or objective.normalised) and (z_loss or label_smoothing):
-        reason = "divides its weights by their mean" if objective.normalised else "changes the logits' scale"
-        raise UserError(
-            f"objective {objective.name} {reason}; leave z_loss and label_smoothing out", code="options-clash"
-        )
+        reason = "divides its weights by their mean" if objective.normalised else "changes the logit scale"
+        problem = f"objective {objective.name} {reason}; remove z_loss and label_smoothing"
+        raise UserError(problem, code="options-clash")
     terms = Terms(objective, softcap, z_loss, label_smoothing)
     return Spec(terms, cost, logit_scale, memory_mb, kernels)
 
 
-def check_inputs(spec: Spec, labels: int, stored: Tensor | None, vocab_size: int) -> None:
-    """Raise UserError where the objective lacks an input or gets one that does not fit `labels` labels."""
+def _check_objective_inputs(spec: Spec, labels: int, stored: Tensor | None, vocab_size: int) -> None:
+    """Raise UserError if the costs or `stored` are missing or do not fit the number of labels and logits."""
     objective = spec.terms.objective
     if spec.cost is None and objective.needs_cost:
         raise UserError(f"objective {objective.name} needs a cost embedding", code="needs-cost")
     if isinstance(spec.cost, CostEmbedding) and spec.cost.vocab_size != vocab_size:
-        problem = f"the cost embedding has {spec.cost.vocab_size} rows but the logits {vocab_size} columns"
-        raise UserError(f"{problem}; they must share one vocabulary", code="cost-vocabulary")
+        problem = f"the cost embedding has {spec.cost.vocab_size} rows, but there are {vocab_size} logits"
+        raise UserError(f"{problem}; use one vocabulary for both", code="cost-vocabulary")
     if stored is None and "stored" in objective.needs:
         problem = f"objective {objective.name} needs a stored log-probability for every token"
         raise UserError(problem, code="needs-stored")
     if stored is not None and stored.numel() != labels:
-        raise UserError(f"stored {list(stored.shape)} and {labels} labels do not fit", code="shapes")
+        raise UserError(f"stored {list(stored.shape)} must match {labels} labels", code="shapes")
 
 
-def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
-    """Return the tokens handled together, at most `most`: on a CPU as many as stay in the cache."""
+def _check_head_inputs(
+    hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: TeacherBatch | None
+) -> None:
+    """Raise UserError for shapes or dtypes that do not fit, and for a missing or needless teacher."""
+    V, N = len(weight), label_count(labels)
+    if weight.dim() != 2 or weight.numel() == 0:
+        problem = f"fused loss: the head's weight has shape {list(weight.shape)}"
+        cure = "under ZeRO-3 call the head itself (fuse_head), or gather it around loss and backward"
+        raise UserError(f"{problem}; {cure}", code="sharded-head")
+    if hidden.shape != (N, weight.shape[1]):
+        shapes = f"hidden {list(hidden.shape)}, labels [{N}] and head {list(weight.shape)}"
+        raise UserError(f"fused loss: {shapes} must have shapes [N, H], [N], [V, H]", code="shapes")
+    if hidden.dtype != weight.dtype:
+        raise UserError(f"fused loss: hidden is {hidden.dtype} but the head is {weight.dtype}", code="dtypes")
+    objective = spec.terms.objective
+    if bool(objective.divergences) != (teacher is not None):
+        problem = "needs a teacher" if objective.divergences else "takes no teacher"
+        raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
+    if isinstance(teacher, TopK) and objective.needs_transport:
+        problem = "needs all probabilities of its teacher, but only the largest are stored"
+        raise UserError(f"objective {objective.name} {problem}; use a live teacher", code="needs-teacher")
+    mismatch = None if teacher is None else teacher.find_shape_problem(N, V)
+    if mismatch is not None:
+        raise UserError(f"teacher: {mismatch}", code="shapes")
+
+
+def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, limit: int) -> int:
+    """Return how many tokens to process together, at most `limit`. On a CPU they fit into the cache."""
     if device.type != "cpu":
-        return min(most, rows_alive(vocab_size))
-    return min(most, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
+        return min(limit, max_live_rows(vocab_size))
+    return min(limit, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
 
 
 LOWEST, HIGHEST, PER_OCTAVE = -20, 20, 4  # weights from 2^-20 to 2^20, in steps of a quarter of an octave
@@ -144,7 +170,7 @@ BINS = (HIGHEST - LOWEST) * PER_OCTAVE + 1
 
 
 class LossSums(NamedTuple):
-    """Sums over the valid tokens; divide by the global batch's token count for means."""
+    """Sums over the valid tokens. For means, divide by the token count of the global batch."""
 
     loss: Tensor  # scalar float32 (float64 for a float64 model), the only differentiable one
     nll: Tensor  # negative log-likelihood, nats; detached
@@ -152,14 +178,14 @@ class LossSums(NamedTuple):
     tokens: Tensor  # int64 count
     divergence: Tensor  # from a teacher, without weights; detached, NaN without one
     weights: Tensor  # [BINS + 1] histogram of the objective's weights, float64
-    by_token: Tensor  # [2, N] loss and NLL of every label, 0 where it is ignored; [2, 0] unless asked for
+    by_token: Tensor  # [2, N] loss and NLL of every label, 0 for ignored ones; [2, 0] unless requested
 
 
 class Totals:
     """Sums over the chunks of one call."""
 
     def __init__(self, spec: Spec, labels: int, like: Tensor) -> None:
-        """Start at zero. labels: how many the call has, valid or not; like: hidden states or logits."""
+        """Start at zero for a call with this number of labels, valid or not; `like`: its input tensor."""
         self.spec, device = spec, like.device
         self.dtype = statistics_dtype(like.dtype)
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)  # the columns of `add`
@@ -168,31 +194,24 @@ class Totals:
         self.by_token = torch.zeros(2, labels if spec.by_token else 0, dtype=self.dtype, device=device)
 
     def add(self, tokens: Tokens, positions: Tensor) -> None:
-        """Add a chunk, whose tokens stand at these positions [n] of the flat batch."""
-        gap = torch.zeros_like(tokens.nll) if tokens.divergence is None else tokens.divergence
-        columns = (tokens.loss, tokens.nll, tokens.demd, gap, tokens.weight)
+        """Add a chunk, whose tokens have the `positions` [n] in the flat batch."""
+        divergence = torch.zeros_like(tokens.nll) if tokens.divergence is None else tokens.divergence
+        columns = (tokens.loss, tokens.nll, tokens.demd, divergence, tokens.weight)
         self.sums += torch.stack(columns).sum(1, dtype=torch.float64)
         self.tokens += len(tokens.loss)
-        self.weights += histogram(tokens.weight, self.spec.terms.objective.cap)
+        self.weights += histogram(tokens.weight, self.spec.terms.objective.weight_cap)
         if self.spec.by_token:
             self.by_token[:, positions] = torch.stack((tokens.loss, tokens.nll))
 
     def finish(self, training: bool) -> tuple[LossSums, Tensor | None]:
-        """Return the sums, and the factor of the loss that its gradient lacks: one over the mean weight.
+        """Return the sums, and the factor that the gradient lacks: one over the mean weight.
 
-        The factor is None (1) unless the objective is normalised. While `training` the mean is over the
-        tokens of all ranks, which then call together.
+        The factor is None (1) unless the objective is normalised. In training the mean is over the tokens of
+        all ranks, which then call together.
         """
-        factor = None
-        weight = self.sums[4]
-        if self.spec.terms.objective.normalised:
-            counts = torch.stack((torch.full_like(weight, self.tokens), weight))
-            if training and dist.is_available() and dist.is_initialized():
-                dist.all_reduce(counts)
-            tokens, weight = counts.unbind()
-            factor = torch.where(weight > 0, tokens / weight, 1.0)
         loss = self.sums[0].to(self.dtype)
-        nll, demd, gap = self.sums[1:4].to(self.dtype).unbind()
+        nll, demd, divergence = self.sums[1:4].to(self.dtype).unbind()
+        factor = self._mean_weight_factor(training) if self.spec.terms.objective.normalised else None
         if factor is not None:
             loss = loss * factor.to(self.dtype)
             self.by_token[0] *= factor.to(self.dtype)
@@ -202,16 +221,24 @@ class Totals:
             shifted[BINS], self.weights = self.weights[BINS], shifted
         if self.spec.cost is None:
             demd = torch.full_like(nll, torch.nan)
-        if not self.spec.terms.objective.against:
-            gap = torch.full_like(nll, torch.nan)
+        if not self.spec.terms.objective.divergences:
+            divergence = torch.full_like(nll, torch.nan)
         count = torch.full((), self.tokens, dtype=torch.int64, device=loss.device)
-        return LossSums(loss, nll, demd, count, gap, self.weights, self.by_token), factor
+        return LossSums(loss, nll, demd, count, divergence, self.weights, self.by_token), factor
+
+    def _mean_weight_factor(self, training: bool) -> Tensor:
+        weight = self.sums[4]
+        counts = torch.stack((torch.full_like(weight, self.tokens), weight))
+        if training and dist.is_available() and dist.is_initialized():
+            dist.all_reduce(counts)
+        tokens, weight = counts.unbind()
+        return torch.where(weight > 0, tokens / weight, 1.0)
 
 
 def histogram(weight: Tensor, cap: float | None) -> Tensor:
-    """Return counts [BINS + 1] of the sizes of weights [n], float64; the last counts those at the cap.
+    """Return counts [BINS + 1] of the sizes of weights [n], float64. The last entry counts those at the cap.
 
-    NaN counts as the largest: the step is going to be skipped, and the histogram then shows the reason.
+    NaN counts as the largest weight. The step will be skipped, and the histogram then shows the reason.
     """
     counts = torch.zeros(BINS + 1, dtype=torch.float64, device=weight.device)
     size = weight.detach().double().abs().nan_to_num(nan=2.0**HIGHEST)
@@ -226,19 +253,19 @@ def histogram(weight: Tensor, cap: float | None) -> Tensor:
 def quantile(counts: Sequence[float], share: float) -> float:
     """Return the weight that a `share` above 0 of all tokens does not exceed, to a quarter of an octave.
 
-    NaN without tokens; 0 in the lowest bin.
+    It is NaN without tokens, and 0 in the lowest bin.
     """
-    passed = np.cumsum(counts[:BINS])
-    if not passed[-1]:
+    cumulative = np.cumsum(counts[:BINS])
+    if not cumulative[-1]:
         return float("nan")
-    index = int(np.searchsorted(passed, share * passed[-1]))
+    index = int(np.searchsorted(cumulative, share * cumulative[-1]))
     return float(2.0 ** (LOWEST + index / PER_OCTAVE)) if index else 0.0
 
 
-def summary(counts: Sequence[float]) -> dict[str, float]:
+def summarize_weights(counts: Sequence[float]) -> dict[str, float]:
     """Return median, 99th percentile and largest weight, and the share of tokens at the cap.
 
-    Empty where all weights are 1.
+    The result is empty if all weights are 1.
     """
     total = sum(counts[:BINS])
     if counts[-LOWEST * PER_OCTAVE] == total:
@@ -246,11 +273,6 @@ def summary(counts: Sequence[float]) -> dict[str, float]:
     shares = {"weight_p50": 0.5, "weight_p99": 0.99, "weight_max": 1.0}
     result = {name: quantile(counts, share) for name, share in shares.items()}
     return result | ({"weight_capped": counts[BINS] / total} if counts[BINS] else {})
-
-
-BLOCKS = 8  # of the head's gradient on an accelerator
-Blocks = list[Tensor]  # consecutive rows of a gradient
-Needs = tuple[bool, bool, bool]  # which gradients autograd asks for: hidden states or logits, weight, bias
 
 
 def fused_linear_loss(
@@ -261,7 +283,7 @@ def fused_linear_loss(
     cost: CostEmbedding | LiveCost | None = None,
     *,
     bias: Tensor | None = None,
-    teacher: Side | None = None,
+    teacher: TeacherBatch | None = None,
     stored: Tensor | None = None,
     **options: Any,
 ) -> LossSums:
@@ -269,19 +291,19 @@ def fused_linear_loss(
 
         z = cap(scale h W^T + b),    loss = sum_t L(softmax(z_t), y_t)
 
-    with L one of `objectives.py`. Differentiable in `hidden`, `weight` and `bias`, once; the logits [N, V]
+    with an objective L. The loss is differentiable in `hidden`, `weight` and `bias`, once. The logits [N, V]
     are never built. With a cost embedding the DEMD is reported for every objective.
 
     Args:
         hidden: [..., H], float64, float32, bfloat16 or float16.
         weight: [V, H], of the same dtype.
-        labels: [...], int64: labels[i] is the token that hidden[i] predicts (nothing is shifted); -100 leaves
-            a token out. A plan made of them beforehand (`plan_tokens`) spares the device a wait.
+        labels: [...], int64: labels[i] is the token that hidden[i] predicts (no shift); -100 leaves a token
+            out. A plan made in advance (`plan_tokens`) avoids waiting for the device.
         objective: from `get_objective` or `weighted_sum`.
         cost: transport costs of V tokens, for objectives that read D; `LIVE` takes those of `weight`.
         bias: [V], added to the logits.
-        teacher: what a divergence compares with, at the same positions: hidden states under a head (Teacher),
-            or stored log-probabilities (TopK), which know no costs.
+        teacher: for divergences, at the same positions: hidden states and a head (Teacher), or stored
+            log-probabilities (TopK), which work without transport costs only.
         stored: [...], a log-probability of every label in nats, for `psft` and `excess`.
 
     Options:
@@ -293,10 +315,12 @@ def fused_linear_loss(
         memory_mb: budget of a chunk's logits; by default 32 or 48 on a CPU, 512 elsewhere.
 
     Returns:
-        LossSums, summed in float64. Raises UserError for shapes, dtypes or options that do not fit, or an
-        objective without its inputs.
+        LossSums, summed in float64.
+
+    Raises:
+        UserError: shapes, dtypes or options do not fit, or an input of the objective is missing.
     """
-    spec = make_spec(objective.fixed(), cost, **options)
+    spec = make_spec(objective.require_fixed(), cost, **options)
     return apply_fused(hidden, weight, bias, labels, spec, teacher, stored)
 
 
@@ -307,24 +331,23 @@ def apply_fused(
     bias: Tensor | None,
     labels: Labels,
     spec: Spec,
-    teacher: Side | None,
+    teacher: TeacherBatch | None,
     stored: Tensor | None,
 ) -> LossSums:
-    """Return the loss of a call with checked options: `fused_linear_loss`, and `FusedHead` with labels.
+    """Return the loss with checked options; arguments as in `fused_linear_loss`, on any device.
 
-    hidden [..., H]; labels and `stored` [...] on any device. Under autocast the inputs are cast first.
+    Under autocast the inputs are cast first.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     stored = None if stored is None else stored.reshape(-1)
-    _check(hidden, weight, labels, spec, teacher)
-    check_inputs(spec, label_count(labels), stored, len(weight))
-    inputs = (hidden, weight, bias)
+    _check_head_inputs(hidden, weight, labels, spec, teacher)
+    _check_objective_inputs(spec, label_count(labels), stored, len(weight))
     recording = torch.is_grad_enabled()
-    needs = tuple(recording and x is not None and x.requires_grad for x in inputs)
-    with torch.autocast(hidden.device.type, enabled=False):  # it would round the costs' products
+    needs = tuple(recording and x is not None and x.requires_grad for x in (hidden, weight, bias))
+    with torch.autocast(hidden.device.type, enabled=False):  # autocast would round the costs' products
         return LossSums(*_FusedLoss.apply(hidden, weight, bias, labels, spec, needs, teacher, stored))
 
 
@@ -340,66 +363,48 @@ def logits_loss(
 ) -> LossSums:
     """Return the loss of `logits` [..., V] against `labels` [...], for code without hidden states.
 
-    Arguments and results are those of `fused_linear_loss`, soft cap and scale applied already. The gradient,
-    made in forward, is the only other tensor of the logits' size. Raises UserError for shapes or options that
-    do not fit; for `demd_dense` and `LIVE`, which need the fused head.
+    The other arguments and the result are those of `fused_linear_loss`, without soft cap and scale, which the
+    logits include already. The gradient, computed in forward, is the only other tensor of the logits' size.
+    Raises UserError for shapes or options that do not fit, and for a teacher or `LIVE`, which need the fused
+    head.
     """
     for name in ("softcap", "logit_scale"):
         if name in options:
-            raise UserError(f"{name} is part of the logits already; leave it out", code="options-clash")
-    spec, V = make_spec(objective.fixed(), cost, **options), logits.shape[-1]
+            raise UserError(f"the logits include {name} already; remove it", code="options-clash")
+    spec, V = make_spec(objective.require_fixed(), cost, **options), logits.shape[-1]
     if logits.shape[:-1] != labels.shape:
         shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
-        raise UserError(f"{shapes} do not fit", code="shapes")
-    if isinstance(cost, LiveCost) or objective.against:
+        raise UserError(f"{shapes} must have shapes [..., V] and [...]", code="shapes")
+    if isinstance(cost, LiveCost) or objective.divergences:
         raise UserError("the live head and a teacher need the fused head (fuse_head)", code="needs-head")
-    check_inputs(spec, labels.numel(), stored, V)
+    _check_objective_inputs(spec, labels.numel(), stored, V)
     needs = (torch.is_grad_enabled() and logits.requires_grad, False, False)
     flat, stored = logits.reshape(-1, V), None if stored is None else stored.reshape(-1)
-    with torch.autocast(logits.device.type, enabled=False):  # it would round the costs' products
+    with torch.autocast(logits.device.type, enabled=False):  # autocast would round the costs' products
         return LossSums(*_FusedLoss.apply(flat, None, None, labels.reshape(-1), spec, needs, None, stored))
 
 
 @torch.no_grad()
 def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: Spec) -> Tensor:
-    """Return -log p of every label in nats, like `labels` [...], float32 (float64); 0 where one is ignored.
+    """Return -log p of every label [...] in nats, 0 for ignored ones, float32 (float64).
 
-    hidden [..., H], weight [V, H], bias [V]. Raises UserError for shapes or dtypes that do not fit.
+    hidden is [..., H], weight [V, H] of the same dtype, bias [V]. `spec` has soft cap, scale and budget.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    _check(flat, weight, labels, spec, None)
+    _check_head_inputs(flat, weight, labels, spec, None)
     out = torch.zeros(labels.numel(), dtype=statistics_dtype(hidden.dtype), device=hidden.device)
     for positions, _, tokens in run_chunks(flat, weight, bias, labels, spec, False):
         out[positions] = tokens.nll
     return out.view(labels.shape)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: Side | None) -> None:
-    V, N = len(weight), label_count(labels)
-    if weight.dim() != 2 or weight.numel() == 0:
-        problem = f"fused loss: the head's weight has shape {list(weight.shape)}; under ZeRO-3 call the head"
-        raise UserError(
-            f"{problem} itself (fuse_head) or gather it around loss and backward", code="sharded-head"
-        )
-    if hidden.shape != (N, weight.shape[1]):
-        shapes = f"hidden {list(hidden.shape)}, labels [{N}] and head {list(weight.shape)}"
-        raise UserError(f"fused loss: {shapes} do not fit; expected [N, H], [N], [V, H]", code="shapes")
-    if hidden.dtype != weight.dtype:
-        raise UserError(f"fused loss: hidden is {hidden.dtype} but the head is {weight.dtype}", code="dtypes")
-    objective = spec.terms.objective
-    if bool(objective.against) != (teacher is not None):
-        problem = "needs a teacher" if objective.against else "takes no teacher"
-        raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
-    if isinstance(teacher, TopK) and objective.transports:
-        problem = "needs every probability of its teacher, and the stored ones are the largest"
-        raise UserError(f"objective {objective.name} {problem}; name a model", code="needs-teacher")
-    fault = None if teacher is None else teacher.fault(N, V)
-    if fault is not None:
-        raise UserError(f"teacher: {fault}", code="shapes")
+GradientFlags = tuple[
+    bool, bool, bool
+]  # gradients that autograd needs: hidden states or logits, weight, bias
 
 
 class _FusedLoss(torch.autograd.Function):
-    """The loss with gradients that are computed in forward and returned, scaled, in backward: once."""
+    """The loss. Its gradients are computed in forward and returned, scaled, in backward, once."""
 
     @staticmethod
     def forward(
@@ -409,8 +414,8 @@ class _FusedLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Labels,
         spec: Spec,
-        needs: Needs,
-        teacher: Side | None,
+        needs: GradientFlags,
+        teacher: TeacherBatch | None,
         stored: Tensor | None,
     ) -> tuple[Tensor, ...]:
         gradients, totals = Accumulator(x, weight, needs), Totals(spec, label_count(labels), x)
@@ -430,7 +435,7 @@ class _FusedLoss(torch.autograd.Function):
             raise RuntimeError("the fused loss was differentiated twice; run its forward pass again")
         gradients, ctx.gradients = ctx.gradients, None  # free them as soon as autograd is done
         factor = d_loss if ctx.factor is None else d_loss * ctx.factor
-        scaled = (use_up(*pair, factor) for pair in zip(gradients, ctx.dtypes, strict=True))
+        scaled = (materialize_grad(*pair, factor) for pair in zip(gradients, ctx.dtypes, strict=True))
         return (*scaled, None, None, None, None, None)
 
 
@@ -441,82 +446,135 @@ def run_chunks(
     labels: Labels,
     spec: Spec,
     gradient: bool,
-    teacher: Side | None = None,
+    teacher: TeacherBatch | None = None,
     stored: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tokens]]:
     """Yield positions [n] in the flat batch, gradient rows G [n, V] and results of each chunk of tokens.
 
-    x: hidden states [N, H] under a head's weight [V, H] and bias [V], or logits [N, V] where weight is None.
-    Without `gradient` the rows are what the kernels leave of the logits; the next chunk overwrites them.
-
-    In half precision the product h W^T is rounded to 8 bits, coarse for a logit of 30 and fine near 0. So the
-    target's logit, computed in float32, is subtracted inside the product, before the rounding: logits that
-    compete with the target keep their digits.
+    x is hidden states [N, H], or logits [N, V] if `weight` [V, H] is None. bias is [V], stored is [N].
+    Without `gradient` the rows have no meaning. The next chunk overwrites them in any case.
     """
-    device, dtype, stats = x.device, x.dtype, statistics_dtype(x.dtype)
-    V = x.shape[1] if weight is None else len(weight)
+    device, V = x.device, x.shape[1] if weight is None else len(weight)
     plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=device.type == "cuda")
     plan.check(V)
-    order, total, triton = plan.on(device), len(plan), spec.uses_triton(x)
-    budget = spec.memory_mb or (CHUNK_MB_CPU[dtype.itemsize] if device.type == "cpu" else CHUNK_MB)
-    alone = spec.terms.objective.by_target or spec.terms.label_smoothing or spec.terms.z_loss
-    full = teacher is None or bool(alone) or spec.cost is not None  # something beside the divergences
-    # parts that need the logits after others have begun to write the gradient
-    later = teacher is not None and (full or (triton and len(spec.terms.objective.against) > 1))
-    matrices = 1.0 + later  # of the logits' size: the logits, a copy of them, the teacher's
-    if isinstance(teacher, Teacher):
-        matrices += stats.itemsize / dtype.itemsize
-    size = min(max(16, int(budget * 2**20 / (V * dtype.itemsize * matrices))), max(total, 1))
-    cost, rows = spec.cost, None
-    if isinstance(cost, LiveCost) and weight is not None:
-        cost = CostEmbedding(unit_rows(weight.detach(), checked=False))
-    if isinstance(cost, CostEmbedding) and total:
-        cost = cost.placed(device, dtype)
-        if full:
-            most = group_size(V, dtype, device, size)
-            rows = open_rows(cost, plan, order, None if triton else stats, most, size)
-    buffer = padded_rows(size if total and weight is not None else 0, V, dtype, device)
-    wide_bias = None if bias is None else bias.to(stats)
-    for start in range(0, total, size):
-        stop = min(start + size, total)
-        positions, y = order.positions[start:stop], order.labels[start:stop]
-        z, offset = x[positions], None
-        if weight is None:
-            target = z.gather(1, y[:, None])[:, 0].to(stats)
-        else:
-            h, z = z if spec.logit_scale == 1.0 else z.mul_(spec.logit_scale), buffer[: len(z)]
-            if dtype == stats:
-                torch.mm(h, weight.t(), out=z)
-                target = z.gather(1, y[:, None])[:, 0]
-            else:
-                target = torch.linalg.vecdot(h.to(stats), weight[y].to(stats))
-                shift = target.to(dtype)
-                offset = shift.to(stats)
-                if widens(h):
-                    against_rows(h, weight, z, less=shift)
-                else:
-                    z.copy_((-shift)[:, None].expand_as(z))
-                    z.addmm_(h, weight.t())
-        if wide_bias is not None:
-            target = target + wide_bias[y]
-        column = None if stored is None else stored[positions].to(stats)
-        offset = torch.zeros_like(target) if offset is None else offset
-        chunk = Chunk(start, y, target, offset, wide_bias, column)
+    triton, objective = spec.uses_triton(x), spec.terms.objective
+    if not len(plan):
+        return
+    on_device = plan.to_device(device)
+    beyond_teacher = objective.uses_target or spec.terms.label_smoothing or spec.terms.z_loss
+    with_targets = teacher is None or bool(beyond_teacher) or spec.cost is not None
+    # divergences that read the logits after another part has begun to write the gradient
+    copies = teacher is not None and (with_targets or (triton and len(objective.divergences) > 1))
+    size = min(_chunk_size(spec, x, V, copies, isinstance(teacher, Teacher)), len(plan))
+    cost, rows = _prepare_cost(spec.cost, weight, x), None
+    if cost is not None and with_targets:
+        group = group_size(V, x.dtype, device, size)
+        rows = open_rows(cost, plan, on_device, None if triton else statistics_dtype(x.dtype), group, size)
+    reader = LogitReader(x, weight, bias, spec.logit_scale, size)
+    for start in range(0, len(plan), size):
+        part = slice(start, min(start + size, len(plan)))
+        positions = on_device.positions[part]
+        z, chunk = reader.read(start, positions, on_device.labels[part], stored)
         if teacher is None:
             tokens = process_chunk(z, chunk, rows, spec.terms, gradient, triton)
         else:
-            own, others = z, None
-            if later:
-                own = padded_rows(len(z), V, dtype, device).copy_(z)
-            if full:
-                others = process_chunk(z, chunk, rows, spec.terms, gradient, triton, in_full=True)
-            if isinstance(teacher, Teacher):
-                side: TeacherRows | TopK = teacher.rows(positions, V, stats)
-            else:
-                side = teacher.rows(positions)
-            costs = cost if isinstance(cost, CostEmbedding) else None
-            tokens = add_divergences(z, own, chunk, side, costs, spec.terms, gradient, triton, others)
+            logits, tokens_of_targets = z, None
+            if copies:
+                logits = padded_rows(len(z), V, z.dtype, device).copy_(z)
+            if with_targets:
+                tokens_of_targets = process_chunk(z, chunk, rows, spec.terms, gradient, triton, in_full=True)
+            side = teacher.at_positions(positions, V, statistics_dtype(x.dtype))
+            arguments = (chunk, side, cost, spec.terms, gradient, triton, tokens_of_targets)
+            tokens = add_divergences(z, logits, *arguments)
         yield positions, z, tokens
+
+
+def _chunk_size(spec: Spec, x: Tensor, V: int, copies: bool, live_teacher: bool) -> int:
+    """Return the tokens of a chunk whose logits, copies and teacher's logits fit into the budget."""
+    dtype = x.dtype
+    budget = spec.memory_mb or (CHUNK_MB_CPU[dtype.itemsize] if x.device.type == "cpu" else CHUNK_MB)
+    matrices = 1.0 + copies  # of the logits' size
+    if live_teacher:
+        matrices += statistics_dtype(dtype).itemsize / dtype.itemsize
+    return max(16, int(budget * 2**20 / (V * dtype.itemsize * matrices)))
+
+
+def _prepare_cost(
+    cost: CostEmbedding | LiveCost | None, weight: Tensor | None, x: Tensor
+) -> CostEmbedding | None:
+    if isinstance(cost, LiveCost):
+        if weight is None:
+            return None
+        cost = CostEmbedding(unit_rows(weight.detach(), checked=False))
+    return None if cost is None else cost.prepared_for(x.device, x.dtype)
+
+
+class LogitReader:
+    """Computes the logits of one chunk at a time.
+
+    In half precision the product h W^T is rounded to 8 bits, which is coarse for a logit of 30 and fine near
+    0. The target's logit, computed in float32, is therefore subtracted inside the product, before the
+    rounding. Logits that compete with the target keep their digits.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, logit_scale: float, size: int
+    ) -> None:
+        """Take x and weight as in `run_chunks`; `size` is the number of tokens per chunk."""
+        self.x, self.weight, self.logit_scale = x, weight, logit_scale
+        self.dtype = statistics_dtype(x.dtype)
+        self.bias = None if bias is None else bias.to(self.dtype)
+        self.buffer = None if weight is None else padded_rows(size, len(weight), x.dtype, x.device)
+
+    def read(self, start: int, positions: Tensor, y: Tensor, stored: Tensor | None) -> tuple[Tensor, Chunk]:
+        """Return the logits [n, V] of the tokens at `positions` [n] with labels y [n], and their chunk.
+
+        `start` is the index of the first token in the plan. The next call overwrites the logits.
+        """
+        z, offset = self.x[positions], None
+        if self.weight is None or self.buffer is None:
+            target = z.gather(1, y[:, None])[:, 0].to(self.dtype)
+        else:
+            h = z if self.logit_scale == 1.0 else z.mul_(self.logit_scale)
+            z = self.buffer[: len(h)]
+            if h.dtype == self.dtype:
+                torch.mm(h, self.weight.t(), out=z)
+                target = z.gather(1, y[:, None])[:, 0]
+            else:
+                target = torch.linalg.vecdot(h.to(self.dtype), self.weight[y].to(self.dtype))
+                shift = target.to(h.dtype)
+                offset = shift.to(self.dtype)
+                if needs_widening(h):
+                    write_widened_product(h, self.weight, z, shift)
+                else:
+                    z.copy_((-shift)[:, None].expand_as(z))
+                    z.addmm_(h, self.weight.t())
+        if self.bias is not None:
+            target = target + self.bias[y]
+        column = None if stored is None else stored[positions].to(self.dtype)
+        offset = torch.zeros_like(target) if offset is None else offset
+        return z, Chunk(start, y, target, offset, self.bias, column)
+
+
+class _Scratch(NamedTuple):
+    """Memory that the groups of a chunk share in PyTorch."""
+
+    wide: Tensor | None  # [k, V] logits in the statistics' dtype
+    p_log_p: Tensor | None  # [k, V] for objectives that read the entropy
+
+    @classmethod
+    def allocate(cls, k: int, logits: Tensor, terms: Terms) -> _Scratch:
+        dtype = statistics_dtype(logits.dtype)
+
+        def rows(needed: bool) -> Tensor | None:
+            return torch.empty(k, logits.shape[1], dtype=dtype, device=logits.device) if needed else None
+
+        return cls(rows(logits.dtype != dtype), rows("H" in terms.objective.needs))
+
+    def open_group(self, logits: Tensor, chunk: Chunk, costs: CostRows | None, terms: Terms) -> TorchRows:
+        wide = logits if self.wide is None else self.wide[: len(logits)]
+        p_log_p = None if self.p_log_p is None else self.p_log_p[: len(logits)]
+        return TorchRows(wide, logits, chunk, costs, terms, p_log_p)
 
 
 def process_chunk(
@@ -528,37 +586,30 @@ def process_chunk(
     triton: bool,
     in_full: bool = False,
 ) -> Tokens:
-    """Return the losses of a chunk of logits [n, V]; with `gradient`, overwrite these by G (`rows.py`).
+    """Return the losses of a chunk of logits [n, V]. With `gradient`, overwrite these by G (`rows.py`).
 
-    `in_full`: so that G needs no factors per row.
+    `costs` reads the cost rows. `in_full` asks for G without separate row factors.
     """
     n, V = logits.shape
-    dtype = statistics_dtype(logits.dtype)
-    # kernels without temporaries are bound by the cost rows alone, which are to be kept few
+    # kernels have no temporaries, so only the number of cost rows limits their groups
     step = n if triton else group_size(V, logits.dtype, logits.device, n)
+    scratch = None if triton else _Scratch.allocate(step, logits, terms)
     in_full = in_full or terms.softcap is not None or logits.dtype == torch.float16
-    scratch = spare = None
-    if logits.dtype != dtype and not triton:
-        scratch = torch.empty(step, V, dtype=dtype, device=logits.device)
-    if "H" in terms.objective.needs and not triton:
-        spare = torch.empty(step, V, dtype=dtype, device=logits.device)
     parts, solver, stop = [], solve, 0
     while stop < n:
         start, stop = stop, min(stop + step, n)
         rows = None
         if costs is not None:
-            stop = costs.reach(chunk.start + start, chunk.start + stop) - chunk.start
-            rows = costs.group(chunk.start + start, chunk.start + stop)
+            stop = costs.group_end(chunk.start + start, chunk.start + stop) - chunk.start
+            rows = costs.read_group(chunk.start + start, chunk.start + stop)
         block, part = logits[start:stop], chunk.rows(start, stop)
-        if triton:
-            from .kernels.objectives import TritonRows, solve_at_once
+        if scratch is None:
+            from .kernels.objectives import TritonRows, compiled_solve
 
             group: TorchRows | TritonRows = TritonRows(block, part, rows, terms)
-            solver = solve_at_once if logits.is_cuda else solve
+            solver = compiled_solve if logits.is_cuda else solve
         else:
-            wide = block if scratch is None else scratch[: stop - start]
-            entropy = None if spare is None else spare[: stop - start]
-            group = TorchRows(wide, block, part, rows, terms, entropy)
+            group = scratch.open_group(block, part, rows, terms)
         tokens, update = solver(terms, group.statistics(), part.stored, V, in_full)
         if gradient:
             group.write(update)
@@ -579,26 +630,32 @@ def add_divergences(
 ) -> Tokens:
     """Return the results of a chunk with its divergences from a teacher, whose gradient is added to G.
 
-    tokens: those of the other parts of the loss, whose gradient G [n, V] holds; None where there are none,
-    and the model's `logits` [n, V] may be G itself. Logits and teacher are used up.
+    G [n, V] is the gradient of the other parts of the loss and `tokens` are their results. Without other
+    parts `tokens` is None, and G may be `logits` [n, V] itself. Logits and teacher are overwritten.
     """
     (n, V), parts = logits.shape, []
-    # kernels have no temporaries, but (C p) of eq. 15 is one
-    step = n if triton and not terms.objective.transports else group_size(V, logits.dtype, logits.device, n)
+    # kernels have no temporaries, except for (C p) of eq. 15
+    unlimited = triton and not terms.objective.needs_transport
+    step = n if unlimited else group_size(V, logits.dtype, logits.device, n)
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
-        group, side, into = chunk.rows(part.start, part.stop), teacher.group(part), G[part]
+        arguments = (
+            logits[part],
+            chunk.rows(part.start, part.stop),
+            teacher.group(part),
+            cost,
+            terms,
+            gradient,
+        )
         if triton:
             from .kernels.teacher import write_divergences
 
-            adds = tokens is not None
-            results = write_divergences(into, logits[part], group, side, cost, terms, gradient, adds)
+            parts.append(write_divergences(G[part], *arguments, tokens is not None))
         else:
-            against = compare(logits[part], group, side, cost, terms, gradient)
-            if against.gradient is not None:
-                into.copy_(against.gradient) if tokens is None else into.add_(against.gradient)
-            results = against[:-1]
-        parts.append(results)
+            result = compare_with_teacher(*arguments)
+            if result.gradient is not None:
+                G[part].copy_(result.gradient) if tokens is None else G[part].add_(result.gradient)
+            parts.append(result[:-1])
     loss, divergence, nll = (torch.cat(column) for column in zip(*parts, strict=True))
     if tokens is not None:
         return tokens._replace(loss=tokens.loss + loss, divergence=divergence)
@@ -606,67 +663,73 @@ def add_divergences(
     return Tokens(loss, nll, torch.zeros_like(nll), row=ones, weight=ones, divergence=divergence)
 
 
+BLOCKS = 8  # of the head's gradient on an accelerator
+Blocks = list[Tensor]  # consecutive rows of a gradient
+
+
 class Accumulator:
     """Gradients of the loss sum over chunks, in float32 (float64) for head and bias.
 
         d_hidden = (G W) r s        d_weight = G^T (h r s)        d_bias = G^T r
 
-    with r [n] the rows' factors and s the logit scale. In half precision the head's sum is kept in blocks of
-    rows: each is freed as it is rounded, so that the sum and its rounded copy never both exist whole.
+    with the row factors r [n] and the logit scale s. In half precision the head's sum is kept in blocks of
+    rows. Each is freed when it is rounded, so that the full sum and its rounded copy never exist together.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor | None, needs: Needs) -> None:
-        """x and weight as in `run_chunks`."""
+    def __init__(self, x: Tensor, weight: Tensor | None, needs: GradientFlags) -> None:
+        """Take x and weight as in `run_chunks`."""
         self.x, self.weight = x, weight
         V, stats = x.shape[1] if weight is None else len(weight), statistics_dtype(x.dtype)
         self.d_x = torch.zeros_like(x) if needs[0] else None
         self.d_bias = torch.zeros(V, dtype=stats, device=x.device) if needs[2] else None
-        self.rows = V
+        self.block_rows = V
         if x.dtype != stats:
-            self.rows = padded_width(-(-V // BLOCKS)) if x.is_cuda else BLOCK
+            self.block_rows = padded_width(-(-V // BLOCKS)) if x.is_cuda else BLOCK
         self.blocks: Blocks | None = [] if needs[1] else None
 
     def add(self, G: Tensor, row: Tensor, positions: Tensor, scale: float) -> None:
-        """Add one chunk: G [n, V] in the model's dtype, row factors [n], positions [n] in the batch."""
-        factor, widened, stats = (row * scale)[:, None], widens(G), statistics_dtype(G.dtype)
+        """Add a chunk: G [n, V] in the model's dtype, row factors [n], positions [n], the logit scale."""
+        factor = (row * scale)[:, None]
         if self.d_x is not None and self.weight is None:
             self.d_x[positions] = G.mul_(row[:, None].to(G.dtype))
         elif self.d_x is not None and self.weight is not None:
-            product = with_rows(G, self.weight) if widened else torch.mm(G, self.weight)
+            product = mm_widened(G, self.weight) if needs_widening(G) else torch.mm(G, self.weight)
             self.d_x[positions] = (product * factor).to(G.dtype)
         if self.d_bias is not None:
             for start in range(0, len(self.d_bias), BLOCK):
                 block = slice(start, start + BLOCK)
                 self.d_bias[block] += torch.mv(G[:, block].t().to(row.dtype), row)
-        if self.blocks is None:
-            return
+        if self.blocks is not None:
+            self._add_to_blocks(self.blocks, G, (self.x[positions] * factor).to(G.dtype))
+
+    def _add_to_blocks(self, blocks: Blocks, G: Tensor, scaled: Tensor) -> None:
+        """Add G^T (h r s), for `scaled` h r s [n, H]."""
+        stats, widened = statistics_dtype(G.dtype), needs_widening(G)
         mixed = G.is_cuda and G.dtype != stats  # only CUDA multiplies half precision into a float32 sum
-        scaled = (self.x[positions] * factor).to(G.dtype)
         scaled = scaled.to(stats) if widened else scaled
-        first = not self.blocks
-        for index, start in enumerate(range(0, G.shape[1], self.rows)):
-            part = G[:, start : start + self.rows].t()
+        is_first = not blocks
+        for index, start in enumerate(range(0, G.shape[1], self.block_rows)):
+            part = G[:, start : start + self.block_rows].t()
             part = part.to(stats) if widened else part
-            if first:
+            if is_first:
                 product = torch.mm(part, scaled, out_dtype=stats) if mixed else torch.mm(part, scaled)
-                self.blocks.append(product.to(stats))
+                blocks.append(product.to(stats))
             elif part.dtype == stats:
-                self.blocks[index].addmm_(part, scaled)
+                blocks[index].addmm_(part, scaled)
             elif mixed:
-                sums = self.blocks[index]
-                torch.addmm(sums, part, scaled, out_dtype=stats, out=sums)
+                torch.addmm(blocks[index], part, scaled, out_dtype=stats, out=blocks[index])
             else:
-                self.blocks[index] += torch.mm(part, scaled)
+                blocks[index] += torch.mm(part, scaled)
 
     def finish(self) -> tuple[Blocks | None, Blocks | None, Blocks | None]:
-        """Return the gradients of the loss sum in x, weight and bias; all zero if no chunk came."""
+        """Return the gradients of the loss sum in x, weight and bias, all zero if there was no chunk."""
         if self.blocks == [] and self.weight is not None:
             self.blocks.append(torch.zeros_like(self.weight, dtype=statistics_dtype(self.weight.dtype)))
         d_x, d_bias = ([x] if x is not None else None for x in (self.d_x, self.d_bias))
         return d_x, self.blocks, d_bias
 
 
-def use_up(blocks: Blocks | None, dtype: torch.dtype | None, factor: Tensor) -> Tensor | None:
+def materialize_grad(blocks: Blocks | None, dtype: torch.dtype | None, factor: Tensor) -> Tensor | None:
     """Return the gradient in `blocks` times the scalar `factor`, in `dtype`, and empty the list."""
     if blocks is None or dtype is None:
         return None
@@ -678,7 +741,7 @@ def use_up(blocks: Blocks | None, dtype: torch.dtype | None, factor: Tensor) -> 
     start = 0
     while blocks:
         block = blocks.pop()
-        for first in range(0, len(block), BLOCK):  # no second float32 copy of a large one
+        for first in range(0, len(block), BLOCK):  # no second float32 copy of a large block
             part = block[first : first + BLOCK]
             out[start + first : start + first + len(part)] = part.mul_(factor)
         start += len(block)

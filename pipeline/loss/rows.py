@@ -1,7 +1,7 @@
 """Per-row mathematics of the loss: from a row of logits to its loss and gradient, and the passes in PyTorch.
 
-One row z [V] with target y. Everything is computed from the *other* tokens, so that nothing cancels
-when the target is predicted almost surely:
+Notation for one row z [V] with target y. Everything is computed from the other tokens, so that nothing
+cancels if the target is predicted almost with certainty:
 
     p'_i = softmax of z without y         L' = log sum_{i != y} exp z_i        g = L' - z_y
     m    = softplus(g)                    p_y = sigmoid(-g)                    r_y = 1 - p_y = sigmoid(g)
@@ -15,10 +15,10 @@ log p_i = log p'_i + log r_y and K = A + B D - C H,
     G_i = p'_i (1 + beta c_i + kappa log p'_i)   for i != y,      G_y = -(1 + beta D' - kappa H'),
     a   = A + C log r_y,      beta = B / a,      kappa = C / a,      r = a r_y.
 
-Where the objective takes the logits at a scale s, all this is of softmax(s z), and r is s times as much.
-The factor r then multiplies [n, H] matrices instead of [n, V] ones. Where z-loss, label smoothing or
-soft-capping join in, the row is completed in place and r = 1. `TorchRows`, or `TritonRows` of
-`kernels_triton.py`, reads rows and writes their gradient; `solve` stands between, with numbers per token.
+If the objective has a logit scale s, all this applies to softmax(s z), and r is multiplied by s. The factor r
+multiplies [n, H] matrices instead of [n, V] ones. With z-loss, label smoothing or a soft cap, the row is
+completed in place and r = 1. `TorchRows`, or `TritonRows` of `kernels/objectives.py`, reads rows and writes
+their gradient. `solve` computes the numbers per token in between.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cost import Costs
+from .cost import CostRows
 from .objectives import Objective, Scalars
 
 
@@ -41,7 +41,7 @@ class Terms:
     objective: Objective
     softcap: float | None = None  # logits become cap * tanh(logits / cap)
     z_loss: float = 0.0  # weight of (log sum exp z)^2
-    label_smoothing: float = 0.0  # share of the target's mass spread over the whole vocabulary
+    label_smoothing: float = 0.0  # share of the target's mass spread over the full vocabulary
 
 
 class Tokens(NamedTuple):
@@ -56,116 +56,151 @@ class Tokens(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The numbers of a token that one pass over its row gives, each [n]; primed ones leave the target out."""
+    """The numbers of a token that one pass over its row gives, each [n]. Primed ones leave the target out."""
 
-    rest: Tensor  # L' of the row as it is
-    d_rest: Tensor  # D'; zeros without costs
-    target: Tensor  # the target's logit, capped as the row is
-    offset: Tensor  # by which logits of the row are below the true (capped) ones
+    lse: Tensor  # L' of the row as it is
+    D: Tensor  # D'; zeros without costs
+    target: Tensor  # the target's logit, capped if the row is
+    offset: Tensor  # subtracted from the row's logits
     z_mean: Tensor | None = None  # mean of the row, for label smoothing
-    entropy: Tensor | None = None  # H'; from here on only where the objective asks for them
-    squares: Tensor | None = None  # S'
-    top: Tensor | None = None  # the largest p'
-    plain: Tensor | None = None  # L' without the objective's scale, where it has one
-    plain_d: Tensor | None = None  # D' of them
+    H: Tensor | None = None  # H', if the objective needs it
+    S: Tensor | None = None  # S', if the objective needs it
+    top: Tensor | None = None  # the largest p', if the objective needs it
+    unscaled_lse: Tensor | None = None  # L' without the objective's logit scale, if it has one
+    unscaled_d: Tensor | None = None  # D' without it
 
 
 class RowUpdate(NamedTuple):
-    """The update of a row from p' to G, each [n] but `uniform`.
+    """The update of a row from p' to G; tensors are [n].
 
     G_i = scale p'_i (1 + beta c_i + kappa log p'_i) - uniform,  i != y;      G_y = target
     """
 
-    beta: Tensor | None  # [n]; None: 0
-    kappa: Tensor | None  # [n]; None: 0
-    scale: Tensor | None  # [n]; None: 1
+    beta: Tensor | None  # None: 0
+    kappa: Tensor | None  # None: 0
+    scale: Tensor | None  # None: 1
     uniform: float
-    target: Tensor  # [n]
+    target: Tensor
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 whatever the model's dtype, except float64 for float64."""
+    """Return float32 for every model dtype, except float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+class _Solution(NamedTuple):
+    """The numbers of a token that its loss and its gradient share, each [n]."""
+
+    scalars: Scalars
+    others: Tensor  # r_y
+    log_others: Tensor | None  # log r_y, if H is known
+    z_y: Tensor
 
 
 def solve(
     terms: Terms, stats: Statistics, stored: Tensor | None, vocab_size: int, in_full: bool
 ) -> tuple[Tokens, RowUpdate]:
-    """Return the losses of n tokens, with the column `stored` [n], and the update of their rows.
+    """Compute the losses of n tokens, with `stored` [n], and the update of their rows from their statistics.
 
-    `in_full` asks for the whole gradient in G (r = 1): needed where the row is not merely scaled
-    afterwards (soft cap), or where G must stay within a narrow range (float16).
+    `in_full` puts the full gradient into G (r = 1). This is needed if the row is transformed afterwards (soft
+    cap), or if G must stay within a narrow range (float16).
     """
-    smoothing, z_loss, scale = terms.label_smoothing, terms.z_loss, terms.objective.logit_scale
-    z_y = stats.target - stats.offset
-    gap = stats.rest - scale * z_y
-    others = torch.sigmoid(gap)
-    p_y, m, D = torch.sigmoid(-gap), F.softplus(gap), others * stats.d_rest
-    H = S = top = log_others = None
-    if stats.entropy is not None:
-        log_others = F.logsigmoid(gap)
-        H = others * (stats.entropy - log_others) + p_y * m
-    if stats.squares is not None:
-        S = others.square() * stats.squares + p_y.square()
-    if stats.top is not None:
-        top = torch.maximum(others * stats.top, p_y)
-    loss, A, B, C, weight = terms.objective.coefficients(Scalars(m, p_y, D, H, S, top, stored))
+    scale = terms.objective.logit_scale
+    solution = _solve_scalars(stats, stored, scale)
+    m, D, others = solution.scalars.m, solution.scalars.D, solution.others
+    assert D is not None  # `_solve_scalars` always sets it
+    loss, A, B, C, weight = terms.objective.coefficients(solution.scalars)
     weight = A if weight is None else weight
     nll, demd = m, D
-    if stats.plain is not None and stats.plain_d is not None:
-        plain_gap = stats.plain - z_y
-        nll, demd = F.softplus(plain_gap), torch.sigmoid(plain_gap) * stats.plain_d
-    common = A if C is None or log_others is None else A + C * log_others  # factor of every p'_i of the row
-    if not (in_full or smoothing or z_loss):
-        a, beta, kappa = _ratios(common, B, C)
-        target = -torch.ones_like(m)
-        if beta is not None:
-            target = target - beta * stats.d_rest
-        if kappa is not None and stats.entropy is not None:
-            target = target + kappa * stats.entropy
-        return Tokens(loss, nll, demd, scale * a * others, weight), RowUpdate(beta, kappa, None, 0.0, target)
+    if stats.unscaled_lse is not None and stats.unscaled_d is not None:
+        unscaled_gap = stats.unscaled_lse - solution.z_y
+        nll, demd = F.softplus(unscaled_gap), torch.sigmoid(unscaled_gap) * stats.unscaled_d
+    # the common factor of every p'_i in the row
+    common = A if C is None or solution.log_others is None else A + C * solution.log_others
+    if in_full or terms.label_smoothing or terms.z_loss:
+        loss, update = _complete(terms, stats, solution, (loss, A, B, C), common, vocab_size)
+        return Tokens(loss, nll, demd, torch.ones_like(m), weight), update
+    a, beta, kappa = _ratios(common, B, C)
+    target = -torch.ones_like(m)
+    if beta is not None:
+        target = target - beta * stats.D
+    if kappa is not None and stats.H is not None:
+        target = target + kappa * stats.H
+    return Tokens(loss, nll, demd, scale * a * others, weight), RowUpdate(beta, kappa, None, 0.0, target)
 
+
+def _solve_scalars(stats: Statistics, stored: Tensor | None, scale: float) -> _Solution:
+    """Add the target to the statistics of the other tokens."""
+    z_y = stats.target - stats.offset
+    gap = stats.lse - scale * z_y
+    others = torch.sigmoid(gap)
+    p_y, m, D = torch.sigmoid(-gap), F.softplus(gap), others * stats.D
+    H = S = top = log_others = None
+    if stats.H is not None:
+        log_others = F.logsigmoid(gap)
+        H = others * (stats.H - log_others) + p_y * m
+    if stats.S is not None:
+        S = others.square() * stats.S + p_y.square()
+    if stats.top is not None:
+        top = torch.maximum(others * stats.top, p_y)
+    return _Solution(Scalars(m, p_y, D, H, S, top, stored), others, log_others, z_y)
+
+
+def _complete(
+    terms: Terms,
+    stats: Statistics,
+    solution: _Solution,
+    coefficients: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    common: Tensor,
+    vocab_size: int,
+) -> tuple[Tensor, RowUpdate]:
+    """Return losses and updates with label smoothing, z-loss and the row factors included."""
+    scalars, others, log_others, z_y = solution
+    m, p_y, D = scalars[:3]
+    assert D is not None  # `_solve_scalars` always sets it
+    loss, A, B, C = coefficients
+    smoothing, scale = terms.label_smoothing, terms.objective.logit_scale
     lse = z_y + m
     if stats.z_mean is not None:
         loss = (1 - smoothing) * loss + smoothing * (lse - stats.z_mean)
     lse = lse + stats.offset
-    loss = loss + z_loss * lse.square()
+    loss = loss + terms.z_loss * lse.square()
     keep = 1 - smoothing
-    extra = smoothing + 2 * z_loss * lse  # times p_i, for every i
+    extra = smoothing + 2 * terms.z_loss * lse  # times p_i, for every i
     uniform = smoothing / vocab_size
     target = extra * p_y - keep * others * A - uniform
     if B is not None:
         target = target - keep * B * D
-    if C is not None and stats.entropy is not None and log_others is not None:
-        target = target + keep * C * others * (stats.entropy - log_others)
-    a = keep * common + extra
-    a, beta, kappa = _ratios(a, None if B is None else keep * B, None if C is None else keep * C)
-    update = RowUpdate(beta, kappa, scale * a * others, uniform, scale * target)
-    return Tokens(loss, nll, demd, torch.ones_like(m), weight), update
+    if C is not None and stats.H is not None and log_others is not None:
+        target = target + keep * C * others * (stats.H - log_others)
+    a, beta, kappa = _ratios(
+        keep * common + extra, None if B is None else keep * B, None if C is None else keep * C
+    )
+    return loss, RowUpdate(beta, kappa, scale * a * others, uniform, scale * target)
 
 
 def _ratios(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (a, b / a, c / a), a zero moved so far that the quotients, times a again, stay finite."""
+    """Return (a, b / a, c / a). A zero in a is moved so far that the quotients, times a, stay finite."""
     if b is None and c is None:
         return a, None, None
     size = torch.stack([x.abs() for x in (b, c) if x is not None]).amax(0)
-    least = (size * 1e-30).clamp(min=1e-30)
-    a = torch.where(a.abs() < least, torch.copysign(least, a), a)
+    smallest = (size * 1e-30).clamp(min=1e-30)
+    a = torch.where(a.abs() < smallest, torch.copysign(smallest, a), a)
     return a, None if b is None else b / a, None if c is None else c / a
 
 
 class Chunk(NamedTuple):
-    """A chunk of n tokens besides its logits; all on one device."""
+    """A chunk of n tokens without its logits, on one device; numbers have the statistics' dtype."""
 
     start: int  # index of its first token in the sorted batch
     labels: Tensor  # [n]
-    target_logit: Tensor  # [n] true logit of the target, bias included, statistics' dtype
-    offset: Tensor  # [n] already subtracted from the row's logits, statistics' dtype
+    target_logit: Tensor  # [n] true logit of the target, bias included
+    offset: Tensor  # [n] already subtracted from the row's logits
     bias: Tensor | None  # [V] not yet added to the logits
-    stored: Tensor | None = None  # [n] a column beside the tokens, statistics' dtype
+    stored: Tensor | None = None  # [n] log-probabilities of the labels
 
     def rows(self, start: int, stop: int) -> Chunk:
-        """Return tokens [start, stop) of it."""
+        """Return tokens [start, stop)."""
         part = slice(start, stop)
         stored = None if self.stored is None else self.stored[part]
         columns = (self.labels[part], self.target_logit[part], self.offset[part])
@@ -173,25 +208,59 @@ class Chunk(NamedTuple):
 
 
 class TorchRows:
-    """A group of rows in PyTorch, on a CPU few enough for the cache: z in, p' in between, G out."""
+    """A group of rows in PyTorch, small enough for the cache of a CPU. z becomes p', and then G."""
 
     def __init__(
-        self, z: Tensor, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms, spare: Tensor | None
-    ) -> None:
-        self.z = z  # [k, V] statistics' dtype; `logits` itself where that has the same dtype
+        self, z: Tensor, logits: Tensor, chunk: Chunk, costs: CostRows | None, terms: Terms,
+        p_log_p: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.z = z  # [k, V] statistics' dtype; `logits` itself if that has the same dtype
         self.logits = logits  # [k, V] model dtype: read once, written once
         self.chunk, self.costs, self.terms = chunk, costs, terms
         self.y = chunk.labels[:, None]
         V, on_cpu = z.shape[1], z.device.type == "cpu"
-        l2_bytes = 512 * 1024  # rows of one pass; half of a typical L2 cache
+        l2_bytes = 512 * 1024  # rows of one pass: half of a typical L2 cache
         self.step = max(1, l2_bytes // (V * z.element_size())) if on_cpu else len(z)
-        self.row_loop = on_cpu and V >= 4096  # below, Python would cost more than it saves
+        self.row_loop = on_cpu and V >= 4096  # for smaller V, Python would cost more than it saves
         self.slope: Tensor | None = None  # d capped / d uncapped logit
-        self.p_log_p = spare  # [k, V] becomes p' log p', where the objective asks for the entropy
+        self.p_log_p = p_log_p  # [k, V] becomes p' log p', if the objective needs the entropy
 
     def statistics(self) -> Statistics:
         """Return the statistics of the rows, and turn these into p', the softmax without the target."""
-        # bring the logits to float32, complete them and take the target out
+        z, scale, needs = self.z, self.terms.objective.logit_scale, self.terms.objective.needs
+        target_logit, offset, z_mean = self._complete_logits()
+        lse, top, unscaled, unscaled_D, entropy = [], [], [], [], []
+        for start in range(0, len(z), self.step):
+            part = z[start : start + self.step]
+            if scale != 1.0:
+                unscaled.append(torch.logsumexp(part, 1))
+                unscaled_D.append(self._dot_costs(torch.softmax(part, 1), start))
+                part.mul_(scale)
+            peak = part.amax(1)
+            p_log_p = None if self.p_log_p is None else self.p_log_p[start : start + self.step].copy_(part)
+            torch.softmax(part, 1, out=part)
+            largest = part.amax(1)
+            # the largest p' is exp(0) over the sum of exponentials
+            lse.append(peak - largest.log())
+            top.append(largest)
+            if p_log_p is not None:
+                p_log_p.sub_(lse[-1][:, None]).mul_(part)
+                entropy.append(-p_log_p.sum(1))
+        return Statistics(
+            torch.cat(lse),
+            self._dot_costs(z, 0),
+            target_logit,
+            offset,
+            z_mean,
+            H=torch.cat(entropy) if entropy else None,
+            S=torch.linalg.vecdot(z, z) if "S" in needs else None,
+            top=torch.cat(top) if "top" in needs else None,
+            unscaled_lse=torch.cat(unscaled) if unscaled else None,
+            unscaled_d=torch.cat(unscaled_D) if unscaled_D else None,
+        )
+
+    def _complete_logits(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Convert and complete the logits in z without the target; return its logit, the offset, the mean."""
         target_logit, offset, bias = self.chunk.target_logit, self.chunk.offset, self.chunk.bias
         z, cap = self.z, self.terms.softcap
         if z is not self.logits:
@@ -209,55 +278,25 @@ class TorchRows:
             z_mean = z.scatter_(1, self.y, (target_logit - offset)[:, None]).mean(1)
         # low enough to have no weight, yet finite: a vocabulary of one token stays defined
         z.scatter_(1, self.y, torch.finfo(z.dtype).min / 2)
-        objective = self.terms.objective
-        scale = objective.logit_scale
-        lse, top, plain, plain_d, entropy = [], [], [], [], []
-        for start in range(0, len(z), self.step):
-            part = z[start : start + self.step]
-            if scale != 1.0:
-                plain.append(torch.logsumexp(part, 1))
-                plain_d.append(self._dot(torch.softmax(part, 1), start))
-                part.mul_(scale)
-            peak = part.amax(1)
-            spare = None if self.p_log_p is None else self.p_log_p[start : start + self.step].copy_(part)
-            torch.softmax(part, 1, out=part)
-            largest = part.amax(1)
-            # the largest p' is exp(0) over the sum of exponentials
-            lse.append(peak - largest.log())
-            top.append(largest)
-            if spare is not None:
-                spare.sub_(lse[-1][:, None]).mul_(part)
-                entropy.append(-spare.sum(1))
-        return Statistics(
-            torch.cat(lse),
-            self._dot(z, 0),
-            target_logit,
-            offset,
-            z_mean,
-            entropy=torch.cat(entropy) if entropy else None,
-            squares=torch.linalg.vecdot(z, z) if "S" in objective.needs else None,
-            top=torch.cat(top) if "top" in objective.needs else None,
-            plain=torch.cat(plain) if plain else None,
-            plain_d=torch.cat(plain_d) if plain_d else None,
-        )
+        return target_logit, offset, z_mean
 
-    def _dot(self, p: Tensor, start: int) -> Tensor:
-        """Return sum_i p_i c_i of rows of probabilities [n, V], the `start`-th and following, [n]."""
+    def _dot_costs(self, p: Tensor, start: int) -> Tensor:
+        """Return sum_i p_i c_i for probabilities p [n, V] of the rows from `start`, [n]."""
         if self.costs is None:
             return p.new_zeros(len(p))
-        which = self.costs.which[start : start + len(p)]
+        index = self.costs.row_index[start : start + len(p)]
         if not self.row_loop:
-            return torch.linalg.vecdot(p, self.costs.rows[which])
-        pairs = zip(p.unbind(), which.tolist(), strict=True)
+            return torch.linalg.vecdot(p, self.costs.rows[index])
+        pairs = zip(p.unbind(), index.tolist(), strict=True)
         return torch.stack([row.dot(self.costs.rows[i]) for row, i in pairs])
 
     def write(self, update: RowUpdate) -> None:
         """Overwrite p' by G, in the model's dtype."""
         z, costs, beta = self.z, self.costs, update.beta
         if costs is not None and beta is not None and not self.row_loop:
-            z.mul_(costs.rows[costs.which].mul_(beta[:, None]).add_(1))
+            z.mul_(costs.rows[costs.row_index].mul_(beta[:, None]).add_(1))
         elif costs is not None and beta is not None:
-            for p, i, b in zip(z.unbind(), costs.which.tolist(), beta.tolist(), strict=True):
+            for p, i, b in zip(z.unbind(), costs.row_index.tolist(), beta.tolist(), strict=True):
                 p.addcmul_(p, costs.rows[i], value=b)
         if update.kappa is not None and self.p_log_p is not None:
             z.addcmul_(self.p_log_p, update.kappa[:, None])

@@ -14,15 +14,15 @@ class Ramp(NamedTuple):
     steps: int
 
     def at(self, step: float) -> float:
-        """Return its value at an optimizer step, counted from 0, or between two."""
+        """Return the value at an optimizer step, counted from 0, or between two steps."""
         return self.first + (self.last - self.first) * min(max(step, 0) / self.steps, 1.0)
 
     def due(self, step: int) -> bool:
-        """Return whether `step`, counted from 0, is among that share of the steps, evenly spaced."""
+        """Return whether `step`, counted from 0, belongs to this share of the steps, evenly spaced."""
         return math.floor(self._total(step + 1)) > math.floor(self._total(step))
 
     def _total(self, count: int) -> float:
-        """Return the sum of its values at the first `count` steps."""
+        """Return the sum of the values at the first `count` steps."""
         n = min(count, self.steps)
         return self.last * count + (self.first - self.last) * (n - n * (n - 1) / (2 * self.steps))
 
@@ -31,7 +31,7 @@ class Ramp(NamedTuple):
 
 
 class Spaced(NamedTuple):
-    """A weight in a share of the optimizer steps, evenly spaced, and 0 in the others."""
+    """A weight that applies in an evenly spaced share of the optimizer steps, and is 0 in the others."""
 
     weight: float | Ramp
     share: Ramp

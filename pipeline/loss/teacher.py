@@ -1,8 +1,8 @@
 """The loss against a teacher: its side of a batch, live or stored, and the pass over a chunk of logits.
 
-The teacher's logits live as long as the student's, for a chunk of tokens. A stored teacher gave its k most
-likely tokens and the mass of the rest; both sides are then compared over k + 1 entries, the last of which is
-all other tokens together. What that leaves out can only make a divergence smaller (data processing).
+The teacher's logits exist for one chunk of tokens at a time. A stored teacher has its k most likely tokens
+and the mass of all others. Student and teacher are then compared over k + 1 entries, the last of which is the
+rest. This can only make a divergence smaller (data processing inequality).
 """
 
 from __future__ import annotations
@@ -12,57 +12,58 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .cost import CostEmbedding, in_float32, padded_rows
-from .divergences import Pair
+from .cost import CostEmbedding, mm_in_float32, padded_rows
+from .divergences import Distributions
 from .rows import Chunk, Terms, statistics_dtype
 
 
 class Teacher(NamedTuple):
-    """A teacher's side of a batch: its hidden states through its own head. Never differentiated."""
+    """A live teacher's side of a batch: its hidden states and its head. It is never differentiated."""
 
     hidden: Tensor  # [..., H'], one row per student row
-    # [V', H'], V' >= V: entries beyond the student's V are padding, and left out. None: the student's own
+    # [V', H'], V' >= V: entries beyond the student's V are padding and ignored. None: the student's head
     weight: Tensor | None
     bias: Tensor | None = None  # [V']
     softcap: float | None = None
     logit_scale: float = 1.0  # factor on h W^T, before the soft cap
-    temperature: float = 1.0  # that its logits are divided by
+    temperature: float = 1.0  # divides its logits
 
-    def fault(self, labels: int, vocab_size: int) -> str | None:
-        """Return why it does not fit so many labels and logits, or None."""
+    def find_shape_problem(self, labels: int, vocab_size: int) -> str | None:
+        """Return why it does not fit this number of labels and logits, or None."""
         assert self.weight is not None
         if self.hidden.shape[:-1].numel() == labels and len(self.weight) >= vocab_size:
             return None
         shapes = f"hidden {list(self.hidden.shape)} and head {list(self.weight.shape)}"
         return f"{shapes} do not fit {labels} tokens and {vocab_size} entries"
 
-    def rows(self, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> TeacherRows:
-        """Return its side of flat positions [n] in `dtype`, not yet normalised."""
+    def at_positions(self, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> TeacherRows:
+        """Return its rows at flat positions [n] in `dtype`, not yet normalised."""
         hidden = self.hidden.detach().flatten(0, -2)[positions]
         assert self.weight is not None
         weight = self.weight.detach()[:vocab_size]
         half = hidden.dtype.itemsize == 2
         z = padded_rows(len(hidden), vocab_size, torch.float32 if half else hidden.dtype, hidden.device)
-        product = in_float32(hidden, weight, z) if half else torch.mm(hidden, weight.t(), out=z)
+        product = mm_in_float32(hidden, weight, z) if half else torch.mm(hidden, weight.t(), out=z)
         return TeacherRows(product.to(dtype), self)
 
     def log_probs(self, positions: Tensor, vocab_size: int) -> Tensor:
-        """Return log p [n, V] of flat positions [n], in the statistics' dtype."""
-        return self.rows(positions, vocab_size, statistics_dtype(self.hidden.dtype)).normalised().z
+        """Return log p [n, V] at flat positions [n], in the statistics' dtype."""
+        dtype = statistics_dtype(self.hidden.dtype)
+        return self.at_positions(positions, vocab_size, dtype).normalised().z
 
 
 class TeacherRows(NamedTuple):
     """Rows of a live teacher's logits, as its head's product left them."""
 
     z: Tensor  # [n, V], h W^T
-    teacher: Teacher  # whose bias, scale, cap and temperature are still to come
+    teacher: Teacher  # its bias, scale, cap and temperature are not applied yet
 
     def group(self, part: slice) -> TeacherRows:
         """Return some of the rows."""
         return self._replace(z=self.z[part])
 
     def normalised(self) -> TeacherRows:
-        """Return log p, which takes the rows' place and lacks nothing more."""
+        """Turn the rows into log p, in place."""
         z, teacher = self.z, self.teacher
         if teacher.logit_scale != 1.0:
             z.mul_(teacher.logit_scale)
@@ -81,15 +82,15 @@ class TopK(NamedTuple):
     ids: Tensor  # [..., k] int64: its most likely tokens
     log_p: Tensor  # [..., k + 1]: their log-probabilities, and that of all other tokens together
 
-    def fault(self, labels: int, vocab_size: int) -> str | None:
-        """Return why it does not fit so many labels and logits, or None."""
+    def find_shape_problem(self, labels: int, vocab_size: int) -> str | None:
+        """Return why it does not fit this number of labels, or None."""
         if self.ids.shape[:-1].numel() == labels and self.log_p.shape[-1] == self.ids.shape[-1] + 1:
             return None
         shapes = f"ids {list(self.ids.shape)} and log_p {list(self.log_p.shape)}"
         return f"{shapes} do not fit {labels} tokens"
 
-    def rows(self, positions: Tensor) -> TopK:
-        """Return it for flat positions [n]."""
+    def at_positions(self, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> TopK:
+        """Return its rows at flat positions [n]."""
         return TopK(*(x.flatten(0, -2)[positions] for x in self))
 
     def group(self, part: slice) -> TopK:
@@ -97,36 +98,71 @@ class TopK(NamedTuple):
         return TopK(*(x[part] for x in self))
 
 
-Side = Teacher | TopK
+TeacherBatch = Teacher | TopK
 
 
-class Beside(Protocol):
-    """A model beside the one that trains (`frozen.py`)."""
+class TeacherModel(Protocol):
+    """A model that teaches the one being trained (`models/frozen.py`)."""
 
-    def side(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
+    def run_batch(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
         """Return its side of a batch of `tokens` tokens."""
         ...
 
 
-class Against(NamedTuple):
+class TeacherLoss(NamedTuple):
     """The divergences of a group of tokens."""
 
-    loss: Tensor  # [n]: their sum, weighted
+    loss: Tensor  # [n]: their weighted sum
     divergence: Tensor  # [n]: their sum, without weights
     nll: Tensor  # [n], of the labels
-    gradient: Tensor | None  # [n, V] of the loss, for the model's logits
+    gradient: Tensor | None  # [n, V] of the loss, for the student's logits
 
 
-def compare(
+def compare_with_teacher(
     logits: Tensor,
     chunk: Chunk,
     teacher: TeacherRows | TopK,
     cost: CostEmbedding | None,
     terms: Terms,
     gradient: bool,
-) -> Against:
-    """Return the divergences of logits [n, V] from a teacher; a live one's rows are used up."""
-    objective, dtype = terms.objective, statistics_dtype(logits.dtype)
+) -> TeacherLoss:
+    """Return the divergences of the student's logits [n, V] from a teacher. Live rows are overwritten."""
+    objective = terms.objective
+    log_q, slope, nll = _student_log_probs(logits, chunk, terms)
+    q = log_q.exp()
+    if isinstance(teacher, TopK):
+        distributions = _over_stored_entries(log_q, q, teacher)
+    else:
+        log_p = teacher.normalised().z
+        p = log_p.exp()
+        Cp = cost.transport(p) if cost is not None and objective.needs_transport else None
+        distributions = Distributions(log_p, log_q, q, p, Cp)
+    loss, divergence = torch.zeros_like(nll), torch.zeros_like(nll)
+    rows = torch.zeros_like(distributions.q) if gradient else None
+    for weight, bound in objective.divergences:
+        terms_of_one = bound.compute(distributions)
+        loss += weight * terms_of_one.loss
+        divergence += terms_of_one.loss
+        if rows is not None:
+            u = terms_of_one.u
+            rows.add_(u.sub_(distributions.q * u.sum(1, keepdim=True)), alpha=weight)
+    keep = 1 - terms.label_smoothing
+    if rows is not None:
+        # a row sums to zero, and its most likely entry would be the difference of two large numbers
+        top = distributions.q.argmax(1, keepdim=True)
+        rows.scatter_(1, top, 0.0).scatter_(1, top, -rows.sum(1, keepdim=True))
+        if isinstance(teacher, TopK):
+            # the tokens of the rest share its gradient in proportion to their mass
+            rest = distributions.q[:, -1:]
+            rows = q.mul_(rows[:, -1:] / rest).scatter_(1, teacher.ids, rows[:, :-1])
+        rows.mul_(keep * objective.logit_scale)
+        rows = rows if slope is None else rows.mul_(slope)
+    return TeacherLoss(keep * loss, divergence, nll, rows)
+
+
+def _student_log_probs(logits: Tensor, chunk: Chunk, terms: Terms) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return log q [n, V], the slope of the soft cap [n, V], and the NLL [n] of the labels."""
+    dtype, scale = statistics_dtype(logits.dtype), terms.objective.logit_scale
     z, y = logits.to(dtype, copy=True), chunk.labels[:, None]
     if chunk.bias is not None:
         z.add_(chunk.bias)
@@ -139,38 +175,15 @@ def compare(
         z.mul_(terms.softcap)
     lse = z.logsumexp(1)
     nll = (lse - z.gather(1, y)[:, 0]).clamp(min=0)
-    if objective.logit_scale != 1.0:
-        lse = z.mul_(objective.logit_scale).logsumexp(1)
-    log_q = z.sub_(lse[:, None])
-    q = log_q.exp()
-    rest = None  # the student's mass on all tokens that are not stored
-    if isinstance(teacher, TopK):
-        stored = [x.gather(1, teacher.ids) for x in (log_q, q)]
-        rest = q.scatter_(1, teacher.ids, 0.0).sum(1, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
-        log_entries, entries = (torch.cat(two, 1) for two in zip(stored, (rest.log(), rest), strict=True))
-        log_p = teacher.log_p.to(dtype)
-        pair = Pair(log_p, log_entries, entries, log_p.exp())
-    else:
-        log_p = teacher.normalised().z
-        p = log_p.exp()
-        costly = cost is not None and objective.transports
-        pair = Pair(log_p, log_q, q, p, cost.transport(p) if costly and cost is not None else None)
-    loss, divergence = torch.zeros_like(nll), torch.zeros_like(nll)
-    rows = torch.zeros_like(pair.q) if gradient else None
-    for weight, comparison in objective.against:
-        gap = comparison.of(pair)
-        loss += weight * gap.loss
-        divergence += gap.loss
-        if rows is not None:
-            rows.add_(gap.u.sub_(pair.q * gap.u.sum(1, keepdim=True)), alpha=weight)
-    if rows is not None:  # a row sums to zero; its likeliest entry would be what two large numbers leave
-        top = pair.q.argmax(1, keepdim=True)
-        rows.scatter_(1, top, 0.0).scatter_(1, top, -rows.sum(1, keepdim=True))
-    keep = 1 - terms.label_smoothing
-    if rows is not None and rest is not None and isinstance(teacher, TopK):
-        # what the rest gets together, its tokens share in proportion
-        rows = q.mul_(rows[:, -1:] / rest).scatter_(1, teacher.ids, rows[:, :-1])
-    if rows is not None:
-        rows.mul_(keep * objective.logit_scale)
-        rows = rows if slope is None else rows.mul_(slope)
-    return Against(keep * loss, divergence, nll, rows)
+    if scale != 1.0:
+        lse = z.mul_(scale).logsumexp(1)
+    return z.sub_(lse[:, None]), slope, nll
+
+
+def _over_stored_entries(log_q: Tensor, q: Tensor, teacher: TopK) -> Distributions:
+    """Return both distributions over the stored tokens and the rest; q [n, V] becomes 0 at stored tokens."""
+    stored_log_q, stored_q = log_q.gather(1, teacher.ids), q.gather(1, teacher.ids)
+    rest = q.scatter_(1, teacher.ids, 0.0).sum(1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
+    log_p = teacher.log_p.to(q.dtype)
+    log_entries, entries = torch.cat((stored_log_q, rest.log()), 1), torch.cat((stored_q, rest), 1)
+    return Distributions(log_p, log_entries, entries, log_p.exp())

@@ -31,7 +31,7 @@ from ..control.world import NETWORK, broken_device, gather_objects, lost_a_peer
 from ..engine.devices import family_supports, usable_attention
 from ..engine.engine import Engine
 from ..loss import fuse_model, probe_model
-from ..loss.models.head import by_segments, refusal, require_plain_head
+from ..loss.models.head import packing_problem, require_plain_head, uses_segments
 from .config import ModelConfig
 from .kernels import use_liger
 from .objectives import Losses
@@ -231,12 +231,12 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     settings: Any = {"packed": False, "collective": True, "device": engine.world.device}
     verdict = probe_model(base, engine.ds, **settings)
     chosen = base.config._attn_implementation
-    if verdict == "refused" and by_segments(chosen) and config.model.attn_implementation == "auto":
+    if verdict == "refused" and uses_segments(chosen) and config.model.attn_implementation == "auto":
         other = "sdpa" if family_supports(base.config, "sdpa") else "eager"
         log.info("using attention %s, because %s does not separate the documents of a row", other, chosen)
         base.set_attn_implementation(other)
         verdict = probe_model(base, engine.ds, **settings)
     if verdict == "refused":
         if packed(manifests):
-            raise UserError(refusal(base))
+            raise UserError(packing_problem(base))
         base.packing = "alone"  # rows hold one document each, followed by padding without labels

@@ -19,7 +19,7 @@ from emo.data_prep.shards.format import TokenDataset
 
 from ..config import RunConfig
 from ..loss import CostEmbedding, LiveCost, Objective, get_objective, load_cost, number_cost, weighted_sum
-from ..loss.cost import NumberCost, twins
+from ..loss.cost import NumberCost, find_twins
 from ..loss.schedule import Ramp, Spaced, Weight
 from .objective_config import ObjectiveConfig, PartConfig, RampConfig, TeacherConfig
 
@@ -61,12 +61,14 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     parts = parts or objective_parts(config)
     objective = weighted_sum(list(zip(parts, _weights(config), strict=True))) if chosen.sum else parts[0]
     teacher = chosen.resolved_teacher
-    if bool(objective.against) != (teacher is not None):
+    if bool(objective.divergences) != (teacher is not None):
         cure = "Set objective.teacher to {model: PATH}, {scores: NAME} or base."
-        problem = f"needs a teacher. {cure}" if objective.against else "has none: remove objective.teacher"
+        problem = (
+            f"needs a teacher. {cure}" if objective.divergences else "has none: remove objective.teacher"
+        )
         raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
     has_scores = isinstance(teacher, TeacherConfig) and teacher.scores
-    if has_scores and any(comparison.needs_costs for _, comparison in objective.against):
+    if has_scores and any(comparison.needs_costs for _, comparison in objective.divergences):
         problem = "needs all probabilities of its teacher, but only the largest ones are stored"
         raise UserError(f"objective {objective.name} {problem}. Set teacher.model.", code="needs-teacher")
     if "stored" in objective.needs and chosen.scores is None:
@@ -82,7 +84,7 @@ def judged_objective(config: RunConfig) -> Objective:
     parts = objective_parts(config)
     if not config.objective.sum:
         return parts[0]
-    return weighted_sum([pair for pair in zip(parts, _weights(config), strict=True) if pair[0].against])
+    return weighted_sum([pair for pair in zip(parts, _weights(config), strict=True) if pair[0].divergences])
 
 
 def _weights(config: RunConfig) -> list[Weight]:
@@ -134,7 +136,7 @@ def warn_of_twins(cost: CostEmbedding | LiveCost | None, data: TokenDataset) -> 
     if not len(tokens):
         return
     frequent = np.argsort(-counts, kind="stable")[:TWIN_TOKENS]
-    equal = twins(cost, torch.from_numpy(tokens[frequent])).numpy()
+    equal = find_twins(cost, torch.from_numpy(tokens[frequent])).numpy()
     share = counts[frequent][equal].sum() / counts.sum()
     if share > USUAL_TWINS:
         problem = "objective.cost does not separate %d tokens (%.0f %% of the data), so weights may explode"

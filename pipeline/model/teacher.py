@@ -24,8 +24,8 @@ from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..engine.devices import usable_attention
 from ..loss import fuse_model, get_objective, probe_model
-from ..loss.models.frozen import BaseTeacher, Frozen, LiveTeacher
-from ..loss.models.head import refusal
+from ..loss.models.frozen import BaseTeacher, FrozenCausalLM, LiveTeacher
+from ..loss.models.head import packing_problem
 from .build import load_pretrained, model_config
 from .config import ModelConfig
 from .objective_config import BASE, TeacherConfig
@@ -124,7 +124,7 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
     teacher: Any = load_pretrained(settings.path, settings.revision, settings.dtype, attn, KEY)
     teacher.config.use_cache = False
     teacher.eval().requires_grad_(False)
-    fuse_model(teacher, get_objective("mle"), forward=Frozen)
+    fuse_model(teacher, get_objective("mle"), forward=FrozenCausalLM)
     engine: Any = None
     if ds_config["zero_optimization"]["stage"] == 3:
         sections = {key: ds_config[key] for key in HOLDING if key in ds_config}
@@ -134,7 +134,7 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
         teacher.to(world.device)
     if probe_model(teacher, engine, packed=False, collective=True, device=world.device) == "refused":
         if packs:
-            raise UserError(f"the teacher: {refusal(teacher)}", code="packing")
+            raise UserError(f"the teacher: {packing_problem(teacher)}", code="packing")
         teacher.packing = "alone"
     temperature = reference.temperature if isinstance(reference, TeacherConfig) else 1.0
     base = model.get_base_model() if config.model.lora is not None else model

@@ -21,7 +21,7 @@ from ..control.run_dir import METRICS, drop_records
 from ..engine.devices import on_gpu
 from ..engine.hardware import GIB
 from ..engine.totals import StepTotals
-from ..loss.fused import summary
+from ..loss.fused import summarize_weights
 from . import validation
 from .component import Component, RunState
 from .console import Console, Progress
@@ -85,7 +85,7 @@ class Window:
             "grad_norm_max": self.largest_norm if applied else math.nan,
             "skipped": self.skipped,
             "tokens_per_s": _mean(self.tokens, self.seconds),
-            **(summary(self.weights) if self.weights else {}),
+            **(summarize_weights(self.weights) if self.weights else {}),
         }
         if self.written:
             record |= {"written_tokens": self.written, "writing_seconds": self.writing_seconds}

@@ -89,7 +89,7 @@ class Samples(Component):
         ids = lengths.new_zeros((len(lengths), longest + self._tokens))
         for row, prompt in enumerate(self._ids):
             ids[row, : len(prompt)] = torch.tensor(prompt)
-        keeps = "logits_to_keep" in getattr(unwrap(engine.model), "order", ())
+        keeps = "logits_to_keep" in getattr(unwrap(engine.model), "argument_names", ())
         engine.ds.eval()
         with torch.compiler.set_stance("force_eager"):  # the length differs at every pass
             for last in range(longest - 1, longest - 1 + self._tokens):  # position in the longest row

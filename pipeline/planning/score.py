@@ -112,7 +112,7 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: 
             labels = torch.full_like(inputs["input_ids"], IGNORE)  # the next token of the same segment
             continues = inputs["position_ids"][:, 1:] > 0
             labels[:, :-1] = torch.where(continues, inputs["input_ids"][:, 1:], IGNORE)
-            hidden = model.before_head(labels.numel(), dict(inputs))
+            hidden = model.compute_hidden(labels.numel(), dict(inputs))
             if top_k is None:
                 result = -token_nll(hidden, head.weight, head.bias, labels, head.spec).float().cpu().numpy()
             else:

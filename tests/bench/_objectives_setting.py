@@ -79,9 +79,9 @@ def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
 def fill(cost: CostEmbedding, labels: Tensor) -> None:
     """Let the cache see a batch of labels without computing any loss."""
     plan = plan_tokens(labels)
-    rows = open_rows(cost, plan, plan.on(DEVICE), None, 64, 64)
+    rows = open_rows(cost, plan, plan.to_device(DEVICE), None, 64, 64)
     for start in range(0, len(plan), 64):
-        rows.group(start, min(start + 64, len(plan)))
+        rows.read_group(start, min(start + 64, len(plan)))
 
 
 class Setting:
@@ -107,7 +107,7 @@ class Setting:
     @functools.cached_property
     def cached_cost(self) -> CostEmbedding:
         """A cost embedding whose cache has seen other text."""
-        cost = self.cost.cached(CACHE_MB).placed(DEVICE, self.dtype)
+        cost = self.cost.cached(CACHE_MB).prepared_for(DEVICE, self.dtype)
         N = self.shape.N
         for i in range(min(WARM_BATCHES, len(self.tokens) // 2 // N)):
             fill(cost, self.tokens[i * N : (i + 1) * N].to(DEVICE))

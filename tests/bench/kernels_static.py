@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from emo.pipeline.loss.cost import CostCache, CostEmbedding, Costs, padded_rows
+from emo.pipeline.loss.cost import CostCache, CostEmbedding, CostRows, padded_rows
 from emo.pipeline.loss.divergences import DIVERGENCES
 from emo.pipeline.loss.fused import CHUNK_MB, add_divergences, process_chunk
 from emo.pipeline.loss.kernels import objectives as kernels_triton
@@ -130,10 +130,10 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour | Against) -> list[Lau
     bias = torch.empty(V, dtype=wide, device=META) if flavour.bias else None
     costs = None  # rows of costs as the kernels get them on an accelerator, the same for whatever tokens
     if flavour.costs == "cached":
-        costs = Costs(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
+        costs = CostRows(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
     elif flavour.costs == "exact":
-        costs = Costs(padded_rows(TOKENS, V, torch.float32, META), labels, similarity=True)
-    rows = costs and SimpleNamespace(group=lambda start, stop: costs, reach=lambda start, stop: stop)
+        costs = CostRows(padded_rows(TOKENS, V, torch.float32, META), labels, similarity=True)
+    rows = costs and SimpleNamespace(read_group=lambda start, stop: costs, group_end=lambda start, stop: stop)
     chunk = Chunk(0, labels, scalar, scalar, bias)
     results: list[Launch] = []
     names = ("statistics_kernel", "gradient_kernel")

@@ -20,7 +20,7 @@ from tests.bench._objectives_setting import Setting, Shape
 from tests.campaigns import gpu_setting
 from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, Figures, MissingError
 from tests.helpers.loss_reference import (
-    against_reference,
+    divergence_reference,
     fused_step,
     inputs,
     logits_of,
@@ -147,7 +147,7 @@ def _worst_against(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[f
         cost = CostEmbedding(unit.to(torch.float32)) if objective.needs_cost else None
         side: Any = top(log_p, case.k) if case.k else live
         arguments = (*leaves, labels, log_p, lambda p: 1 - (p @ unit) @ unit.T, case.objective, {})
-        want = against_reference(*arguments, mle=mle, temperature=temperature, k=case.k, **options)
+        want = divergence_reference(*arguments, mle=mle, temperature=temperature, k=case.k, **options)
         for kind in worst:
             beside = {"kernels": kind, "memory_mb": 16, **options}
             results = fused_step(*leaves, labels, objective, cost, teacher=side, **beside)

@@ -16,7 +16,7 @@ EPS = 1e-10
 
 
 def stored_for(labels: Tensor) -> Tensor:
-    """A log-probability for every label, as if another model had read the text."""
+    """Return a log-probability for every label, as another model would give it."""
     return -0.3 - (labels % 7).double() / 3
 
 
@@ -36,7 +36,7 @@ def token_losses(
     name: str, m: Tensor, D: Tensor, p: Tensor, H: Tensor, S: Tensor, stored: Tensor, *,
     gamma: float | None = None, w_min: float = 0.0, ratio_cap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Per-token loss as papers and released code have it, weights detached."""
+    """Return the loss per token as in papers and released code, with detached weights."""
     shifted = D + p.detach()  # D' of the released code: the gradient is that of D
     mixing = 0.8 if gamma is None else gamma
     ratio = (m / (D + EPS)).detach()
@@ -72,8 +72,8 @@ def unit_rows(E: Tensor) -> Tensor:
     return E / torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
-class CostRows:
-    """The matrix of costs, of which rows are computed when they are asked for: it is never there whole."""
+class LazyCostMatrix:
+    """The matrix of costs, whose rows are computed on access."""
 
     def __init__(self, E: Tensor) -> None:
         self.unit = unit_rows(E.double())
@@ -85,11 +85,11 @@ class CostRows:
 
 def cost_matrix(E: Tensor) -> Tensor:
     """C [V, V] with a zero diagonal."""
-    return CostRows(E)[torch.arange(len(E), device=E.device)]
+    return LazyCostMatrix(E)[torch.arange(len(E), device=E.device)]
 
 
 def losses_from_logits(
-    z: Tensor, labels: Tensor, C: Tensor | CostRows, name: str, *, z_loss: float = 0.0,
+    z: Tensor, labels: Tensor, C: Tensor | LazyCostMatrix, name: str, *, z_loss: float = 0.0,
     label_smoothing: float = 0.0, **params: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, nll, demd) per valid token, float64."""
@@ -98,7 +98,7 @@ def losses_from_logits(
     scaled = z / 0.7 if name == "gem" else z
     log_p = scaled.log_softmax(-1)
     others = scaled.scatter(1, y[:, None], -torch.inf).logsumexp(-1)
-    # -log p of the target, whose digits are there even where the target is almost sure
+    # -log p of the target, accurate even if the target is almost certain
     m = -torch.nn.functional.logsigmoid(scaled.gather(1, y[:, None])[:, 0] - others)
     D = (log_p.exp() * C[y]).sum(-1)
     H, S = -(log_p.exp() * log_p).sum(-1), log_p.exp().square().sum(-1)
@@ -127,12 +127,12 @@ def reference(
     bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
     **params: float,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Sums and gradients of the sum, all float64, from whatever the inputs' dtype holds."""
+    """Sums and gradients of the sum, all float64, from inputs of any dtype."""
     h, W = (x.detach().double().requires_grad_() for x in (hidden, weight))
     b = None if bias is None else bias.detach().double().requires_grad_()
     z = logits_of(h, W, b, softcap, logit_scale)
     options: dict[str, Any] = dict(params)
-    loss, m, D = losses_from_logits(z, labels, CostRows(E), name, **options)
+    loss, m, D = losses_from_logits(z, labels, LazyCostMatrix(E), name, **options)
     total = loss.sum()
     total.backward()
     out = {"loss": total.detach(), "nll": m.sum().detach(), "demd": D.sum().detach()}
@@ -165,12 +165,12 @@ def divergence(name: str, p: Tensor, q: Tensor, Cp: Tensor, **options: float) ->
 
 
 def top(log_p: Tensor, k: int) -> TopK:
-    """The k likeliest entries and the rest."""
+    """Return the k most likely entries and the rest."""
     values, ids = log_p.topk(k)
     return TopK(ids, torch.cat((values, log_p.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)), 1))
 
 
-def against_reference(
+def divergence_reference(
     h: Tensor, w: Tensor, labels: Tensor, log_p: Tensor, transport: Callable[[Tensor], Tensor], name: str,
     params: dict[str, float], *, bias: Tensor | None = None, softcap: float | None = None,
     logit_scale: float = 1.0, weight: float = 1.0, mle: float = 0.0, smoothing: float = 0.0,
@@ -214,13 +214,13 @@ def fused_step(
     return out | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
 
-def agree(got: dict[str, Tensor], want: dict[str, Tensor], bound: float) -> None:
-    """Fail unless every value of `want` is met up to `bound` in relative norm."""
+def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor], bound: float) -> None:
+    """Assert that every value of `want` is reached up to `bound` in relative norm."""
     for key, value in want.items():
         assert relative_error(got[key], value) <= bound, key
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Euclidean norm of the difference over that of `want`."""
+    """Return the Euclidean norm of the difference relative to that of `want`."""
     size = want.double().norm()
     return float((got.double() - want.double()).norm() / (size if size > 0 else 1.0))

@@ -17,7 +17,7 @@ from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.objectives import get_objective, weighted_sum
 from emo.pipeline.loss.rows import Chunk, Terms
 from emo.pipeline.loss.teacher import Teacher, TeacherRows
-from tests.helpers.loss_reference import agree, fused_step, reference, relative_error, stored_for, top
+from tests.helpers.loss_reference import assert_agree, fused_step, reference, relative_error, stored_for, top
 from tests.helpers.loss_reference import inputs as reference_inputs
 from tests.helpers.refusals import refused
 from tests.unit.loss import test_divergences as against
@@ -56,7 +56,7 @@ def test_equals_reference(name: str, scale: float, cache_mb: float) -> None:
     beside = {"stored": stored_for(labels), "kernels": "triton", "memory_mb": 1e-4}
     got = fused_step(h, w, labels, make(name), cost, **beside)
     bound = 2e-3 if cache_mb else 1e-4 if name == "neg_entropy" else 1e-5  # log p + H cancels
-    agree(got, reference(h, w, labels, E, name), bound)
+    assert_agree(got, reference(h, w, labels, E, name), bound)
 
 
 OPTIONS: list[dict[str, float]] = [
@@ -84,7 +84,7 @@ def test_agrees_with_pytorch_path(name: str, options: dict[str, float], dtype: t
         bias = torch.linspace(-1, 1, V).to(dtype).requires_grad_()
         cost = CostEmbedding.from_weight(E)
         results.append(fused_step(h, w, labels, make(name), cost, bias=bias, kernels=kernels, **options))
-    agree(*results, 1e-5 if dtype == torch.float32 else 6e-3)
+    assert_agree(*results, 1e-5 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.parametrize("cache_mb", [0.0, 0.05])
@@ -92,7 +92,7 @@ def test_agrees_with_pytorch_path(name: str, options: dict[str, float], dtype: t
     ("name", "options"),
     [("gem", {}), ("neg_entropy", {"softcap": 5.0}), ("deft", {"label_smoothing": 0.1})],
 )
-def test_what_stands_between_padded_rows_never_counts(
+def test_values_between_padded_rows_never_count(
     name: str, options: dict[str, float], cache_mb: float
 ) -> None:
     """Rows as they are on an accelerator, 192 numbers apart where 150 are in use, NaN between them."""
@@ -104,7 +104,7 @@ def test_what_stands_between_padded_rows_never_counts(
             costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
             beside = {"bias": bias, "kernels": "triton"}
             results.append(fused_step(h, w, labels, make(name), costs, **beside, **options))
-    agree(results[1], results[0], 1e-6)
+    assert_agree(results[1], results[0], 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -156,12 +156,12 @@ def test_a_sum_agrees_with_pytorch_path(dtype: torch.dtype, k: int, options: dic
         del results[-1]["demd"]  # NaN, without costs
     # the interpreter cuts digits off where a GPU rounds, for each of the three parts
     bounds = {torch.float32: 1e-5, torch.bfloat16: 3 * 6e-3, torch.float16: 2e-3}
-    agree(*results, bounds[dtype])
+    assert_agree(*results, bounds[dtype])
 
 
 @pytest.mark.parametrize(("name", "k"), [("kl", 0), ("emo_dense", 0), ("kl", 7), ("tv", 7)])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_one_divergence_takes_the_logits_place(name: str, k: int, temperature: float) -> None:
+def test_one_divergence_overwrites_the_logits(name: str, k: int, temperature: float) -> None:
     """Between padded rows, where NaN never counts; the numbers are the same without a gradient."""
     h, w, labels, E = reference_inputs(against.N, against.V, against.H, torch.float32, scale=0.4)
     labels[4:] = -100
@@ -173,13 +173,13 @@ def test_one_divergence_takes_the_logits_place(name: str, k: int, temperature: f
     want = fused_step(h, w, labels, objective, cost, teacher=side, kernels="torch")
     with padded_everywhere():
         got = fused_step(h, w, labels, objective, cost, teacher=side, kernels="triton")
-    agree(got, {key: value for key, value in want.items() if key != "demd" or cost}, 1e-5)
+    assert_agree(got, {key: value for key, value in want.items() if key != "demd" or cost}, 1e-5)
     with torch.no_grad():
         sums = fused_linear_loss(h, w, labels, objective, cost, teacher=side, kernels="triton")
     assert sums.loss == got["loss"] and sums.nll == got["nll"]
 
 
-def test_rows_beyond_the_reach_of_32_bits() -> None:
+def test_rows_beyond_32_bit_offsets() -> None:
     """The third row begins 2^31 numbers after the first; memory that is not touched takes no room."""
     from emo.pipeline.loss.kernels.teacher import write_divergences
 
@@ -196,7 +196,7 @@ def test_rows_beyond_the_reach_of_32_bits() -> None:
         assert all(map(torch.equal, *numbers)) and torch.equal(near, far)
 
 
-def test_refuses_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_kernels_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     h, w, labels, _ = inputs(torch.float32)
     for kernels, code in (("triton", "no-triton"), ("cuda", "option-range")):

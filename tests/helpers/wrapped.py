@@ -1,7 +1,7 @@
-"""Both doors to the loss under what people wrap models in, on one of several ranks.
+"""The loss in wrapped models and in Trainer, on one of several ranks.
 
-Every case is one step of SGD on this rank's half of a batch; what comes out is compared with one plain
-process that takes the whole batch. Half of the tokens of the second rank are ignored: a mean of means would
+Every case is one step of SGD on this rank's half of a batch. Its result is compared with one plain process
+that takes the full batch. Half of the tokens of the second rank are ignored: a mean of means would
 show.
 """
 

@@ -1,12 +1,12 @@
-"""The element-wise part of the fused loss in Triton: two passes over each row of logits, one writing.
+"""The element-wise part of the fused loss in Triton: two passes over each row of logits, the second writes.
 
-The same results as `rows.TorchRows`, without its temporaries: logits are read as they come out of
-the matrix product, costs as they are stored, and everything in between stays in registers in float32.
-One program handles one row. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
+The results are those of `rows.TorchRows`, without its temporaries. Logits are read as the matrix product
+leaves them, costs as they are stored, and everything in between stays in registers in float32. One program
+processes one row. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
 
-Rows have V columns, of which the kernels touch `width`: more where rows are padded (`cost.py`), so that
-the mask of the last block ends on a whole vector. What stands beyond V may be anything, NaN too, and never
-enters a sum. `tests/bench/kernels_static.py` counts registers, vector loads and bytes of the compiled code.
+Rows have V columns. The kernels access `width` columns, more than V if rows are padded (`cost.py`), so that
+the mask of the last block ends at a full vector. Values beyond V are arbitrary, possibly NaN, and never enter
+a sum. `tests/bench/kernels_static.py` counts registers, vector loads and bytes of the compiled code.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cost import Costs, touchable
+from ..cost import CostRows, kernel_width
 from ..rows import Chunk, RowUpdate, Statistics, Terms, solve
 
 BLOCK = 4096  # columns of a row in flight
 WARPS = 8
-# Some forty operations on one number per token, which take longer to launch than to do, as one kernel that
-# Inductor writes from `solve` and the objective, whichever that is.
-solve_at_once = torch.compile(solve, dynamic=True)
+# About forty operations on one number per token take longer to launch than to run. Inductor compiles `solve`
+# and the objective into one kernel.
+compiled_solve = torch.compile(solve, dynamic=True)
 
 
 @triton.jit
-def complete(z, bias_pointer, columns, inside, shift, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
-    """Return logits z of a block as the loss sees them: completed by the bias, and capped."""
+def complete_logits(z, bias, columns, inside, shift, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
+    """Add the bias to the logits z of a block, and cap them."""
     z = z.to(tl.float32)
     if HAS_BIAS:
-        z += tl.load(bias_pointer + columns, mask=inside, other=0.0)
+        z += tl.load(bias + columns, mask=inside, other=0.0)
     if HAS_CAP:
         z = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * (z + shift) / cap)))  # cap tanh((z + shift) / cap)
     return z
@@ -40,7 +40,7 @@ def complete(z, bias_pointer, columns, inside, shift, cap, HAS_BIAS: tl.constexp
 
 @triton.jit
 def _load_costs(pointer, columns, inside, SIMILARITY: tl.constexpr):
-    """Return the transport costs of a block, from costs or from cosines."""
+    """Load the transport costs of a block from costs or cosines."""
     c = tl.load(pointer + columns, mask=inside, other=0.0).to(tl.float32)
     if SIMILARITY:
         c = tl.maximum(1.0 - c, 0.0)
@@ -58,33 +58,36 @@ def _sum_exponentials(z, peak, mass):
 
 @triton.jit
 def statistics_kernel(
-    logits, stride, labels, shifts, bias, costs, cost_stride, which,
+    logits, stride, labels, shifts, bias, costs, cost_stride, cost_index,
     lse, d_rest, total, top, entropy, squares, plain_lse, plain_d, V, width, cap, logit_scale,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_COST: tl.constexpr, HAS_TOTAL: tl.constexpr,
     HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr, IS_SCALED: tl.constexpr,
     SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store one row's L' (log-sum-exp over all but the target), D', the largest p', and where asked for
-    the sum of the other logits, H' and S'. With IS_SCALED they are those of the logits times `logit_scale`;
-    L' and D' of the logits as they are go to `plain_lse` and `plain_d`."""
+    """Store the statistics of one row without its target.
+
+    These are L' (log-sum-exp), D' and the largest p', and on request the sum of the logits, H' and S'. With
+    IS_SCALED they are those of the logits times `logit_scale`, and L' and D' of the logits themselves go to
+    `plain_lse` and `plain_d`.
+    """
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(labels + row)
     shift = tl.load(shifts + row)
-    low = -1.7e38  # weightless but finite: a row of nothing but the target stays defined
+    low = -1.7e38  # has no weight, yet is finite: a row with only the target stays defined
     peak, mass, transported = low, 0.0, 0.0
     plain_peak, plain_mass, plain_transported = low, 0.0, 0.0
     summed = 0.0
     spread = 0.0  # sum of e (z - peak)
     squared = 0.0
     if HAS_COST:
-        cost_row = costs + tl.load(which + row) * cost_stride
+        cost_row = costs + tl.load(cost_index + row) * cost_stride
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
         z = tl.load(logits + row * stride + columns, mask=inside, other=0.0)
-        z = complete(z, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
+        z = complete_logits(z, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
         other = (columns < V) & (columns != y)
-        if HAS_COST:  # it may be NaN where the row has ended, which a weight of 0 would not take away
+        if HAS_COST:  # it may be NaN beyond V, cost_index a weight of 0 would not remove
             c = tl.where(other, _load_costs(cost_row, columns, inside, SIMILARITY), 0.0)
         if HAS_TOTAL:
             summed += tl.sum(tl.where(other, z, 0.0))
@@ -121,7 +124,7 @@ def statistics_kernel(
 
 @triton.jit
 def gradient_kernel(
-    logits, stride, labels, shifts, bias, costs, cost_stride, which, lse, beta, kappa, scale, target,
+    logits, stride, labels, shifts, bias, costs, cost_stride, cost_index, lse, beta, kappa, scale, target,
     width, cap, logit_scale, uniform,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_COST: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     HAS_SCALE: tl.constexpr, IS_SCALED: tl.constexpr, SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
@@ -133,7 +136,7 @@ def gradient_kernel(
     row_lse = tl.load(lse + row)
     at_target = tl.load(target + row)
     if HAS_COST:
-        cost_row = costs + tl.load(which + row) * cost_stride
+        cost_row = costs + tl.load(cost_index + row) * cost_stride
         row_beta = tl.load(beta + row)
     if HAS_ENTROPY:
         row_kappa = tl.load(kappa + row)
@@ -143,20 +146,20 @@ def gradient_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
         z = tl.load(logits + row * stride + columns, mask=inside, other=0.0)
-        z = complete(z, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
+        z = complete_logits(z, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
         slope = 1.0
         if HAS_CAP:
             slope = 1.0 - (z / cap) * (z / cap)
         if IS_SCALED:
             z = z * logit_scale
-        # the target's own logit may lie far above the others' log-sum-exp
+        # the target's logit may be far above the log-sum-exp of the others
         log_p = tl.minimum(z - row_lse, 0.0)
         g = tl.exp(log_p)
         factor = 1.0
         if HAS_COST:
             factor += row_beta * _load_costs(cost_row, columns, inside, SIMILARITY)
         if HAS_ENTROPY:
-            factor += row_kappa * tl.maximum(log_p, -200.0)  # where p' is 0 in float32, so is the product
+            factor += row_kappa * tl.maximum(log_p, -200.0)  # the product is 0 if p' is 0 in float32
         g *= factor
         if HAS_SCALE:
             g = g * row_scale - uniform
@@ -166,24 +169,33 @@ def gradient_kernel(
 
 
 class TritonRows:
-    """A group of rows of logits [n, V], handled by the kernels above."""
+    """A group of rows of logits [n, V], processed by the kernels."""
 
-    def __init__(self, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms) -> None:
+    def __init__(self, logits: Tensor, chunk: Chunk, costs: CostRows | None, terms: Terms) -> None:
         self.logits, self.terms, self.costs = logits, terms, costs
         self.labels, self.target_logit, self.offset = chunk.labels, chunk.target_logit, chunk.offset
-        self.bias: Tensor | None = None  # as long as the touched part of a row
+        self.bias: Tensor | None = None  # padded to the kernels' width
         if chunk.bias is not None:
-            self.bias = F.pad(chunk.bias, (0, touchable(logits) - len(chunk.bias)))
+            self.bias = F.pad(chunk.bias, (0, kernel_width(logits) - len(chunk.bias)))
         self.lse = torch.empty_like(chunk.target_logit)
         self.cap_slope: Tensor | None = None
 
     def _common(self, with_cost: bool) -> tuple[tuple, dict, int]:
-        """Return pointers (those unused to the logits), flags, and the columns that may be touched."""
+        """Return pointers (unused ones point to the logits), flags, and the kernels' width."""
         logits, costs = self.logits, self.costs if with_cost else None
         rows = logits if costs is None else costs.rows
-        which = self.labels if costs is None else costs.which
+        cost_index = self.labels if costs is None else costs.row_index
         bias = logits if self.bias is None else self.bias
-        pointers = (logits, logits.stride(0), self.labels, self.offset, bias, rows, rows.stride(0), which)
+        pointers = (
+            logits,
+            logits.stride(0),
+            self.labels,
+            self.offset,
+            bias,
+            rows,
+            rows.stride(0),
+            cost_index,
+        )
         flags = {
             "HAS_BIAS": self.bias is not None,
             "HAS_CAP": self.terms.softcap is not None,
@@ -193,10 +205,10 @@ class TritonRows:
             "BLOCK": min(BLOCK, triton.next_power_of_2(logits.shape[1])),
             "num_warps": WARPS,
         }
-        return pointers, flags, touchable(logits, *([] if costs is None else [costs.rows]))
+        return pointers, flags, kernel_width(logits, *([] if costs is None else [costs.rows]))
 
     def statistics(self) -> Statistics:
-        """Return the statistics of the rows, which stay as they are."""
+        """Return the statistics of the rows, without changing them."""
         cap, smoothing, objective = self.terms.softcap, self.terms.label_smoothing, self.terms.objective
         target, offset = self.target_logit, self.offset
         if cap is not None:
@@ -218,11 +230,11 @@ class TritonRows:
             target,
             offset,
             z_mean=(total + target - offset) / V if smoothing else None,
-            entropy=entropy if "H" in objective.needs else None,
-            squares=squares if "S" in objective.needs else None,
+            H=entropy if "H" in objective.needs else None,
+            S=squares if "S" in objective.needs else None,
             top=top if "top" in objective.needs else None,
-            plain=plain_lse if scaled else None,
-            plain_d=plain_d if scaled else None,
+            unscaled_lse=plain_lse if scaled else None,
+            unscaled_d=plain_d if scaled else None,
         )
 
     def write(self, update: RowUpdate) -> None:

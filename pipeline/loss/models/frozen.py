@@ -1,4 +1,4 @@
-"""A frozen causal LM as a teacher: its hidden states of the student's batches, and its head."""
+"""A frozen causal LM as a teacher: it provides hidden states of the student's batches, and its head."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from ..teacher import Teacher
 from .head import FusedCausalLM
 
 
-class Frozen(FusedCausalLM):
-    """A teacher's forward: it can end at the head."""
+class FrozenCausalLM(FusedCausalLM):
+    """The forward of a teacher, which can stop before the head."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return hidden states and head as a Teacher where asked; else the ordinary result."""
-        inputs = self.named(args, kwargs)
-        if not inputs.pop("at_head", False):
+        """Return hidden states and head as a Teacher if `as_teacher` is True, else the ordinary result."""
+        inputs = self.bind_arguments(args, kwargs)
+        if not inputs.pop("as_teacher", False):
             return super().forward(**inputs)
-        hidden = self.before_head(inputs["input_ids"].numel(), inputs)
-        return self.get_output_embeddings()(hidden, at_head=True)  # type: ignore[attr-defined]
+        hidden = self.compute_hidden(inputs["input_ids"].numel(), inputs)
+        return self.get_output_embeddings()(hidden, as_teacher=True)  # type: ignore[attr-defined]
 
 
 class LiveTeacher:
-    """A frozen causal LM that goes through the student's batches."""
+    """A frozen causal LM that runs on the student's batches."""
 
     def __init__(self, model: Any, temperature: float = 1.0, run: Callable[..., Any] | None = None) -> None:
-        """Take a model fused with `Frozen`. run: the callable through which its weights are used (an engine).
+        """Take a model fused with `FrozenCausalLM`, and the callable that uses its weights (an engine).
 
-        Raises UserError for a model in training mode, or with weights that autograd would reach.
+        Raises UserError for a model in training mode, or with parameters that require gradients.
         """
         if model.training:
             raise UserError("the teacher is in training mode; call teacher.eval()", code="teacher-training")
         if any(parameter.requires_grad for parameter in model.parameters()):
-            cure = "call teacher.requires_grad_(False)"
-            raise UserError(f"gradients would reach the teacher; {cure}", code="teacher-gradients")
+            problem = "the teacher's parameters require gradients; call teacher.requires_grad_(False)"
+            raise UserError(problem, code="teacher-gradients")
         self.temperature, self.run = temperature, run or model
 
     @torch.no_grad()
-    def side(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
+    def run_batch(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
         """Return its side of a batch."""
-        return self.run(**inputs, at_head=True)._replace(temperature=self.temperature)
+        return self.run(**inputs, as_teacher=True)._replace(temperature=self.temperature)
 
 
 class BaseTeacher:
@@ -54,12 +54,12 @@ class BaseTeacher:
         self.adapted, self.model = adapted, adapted.get_base_model()
 
     @torch.no_grad()
-    def side(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
-        """Return its side of a batch of `tokens` tokens; its head, which is frozen, is the student's."""
+    def run_batch(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
+        """Return its side of a batch of `tokens` tokens. It shares its frozen head with the student."""
         training = self.model.training
         self.model.eval()
         try:
             with self.adapted.disable_adapter():
-                return Teacher(self.model.before_head(tokens, inputs), None)
+                return Teacher(self.model.compute_hidden(tokens, inputs), None)
         finally:
             self.model.train(training)

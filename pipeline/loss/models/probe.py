@@ -1,15 +1,16 @@
-"""Start-up probe: a fused model against itself, on a few tokens, before hours are spent on it.
+"""Start-up probe: compare a fused model with itself on a few tokens before training.
 
-Two claims are checked on the very path that training takes, with the very weights:
+It checks two properties with the weights and the forward of training:
 
-head     The fused loss is that of the model's logits. Families scale, cap, mask or shift them in ways
-         that no list of names covers. Labels are the least and the most likely tokens: there an error shows.
-packing  A document in a packed row is computed as if it were alone: nothing changes when the document
-         before it does, and its hidden states are those of a row without others. Rounding is told from a
-         leak by the change of the first document with the second: in a causal model, rounding alone.
+head     The fused loss equals the loss of the model's logits. Model families scale, cap, mask or shift logits
+         in ways that no list of names covers. The labels are the least and the most likely tokens, where
+         differences are largest.
+packing  A document in a packed row gives the same result as alone: it does not change with the previous
+         document, and its hidden states are those of a separate row. Rounding is estimated from the change of
+         the first document with the second, since a causal model causes no other change there.
 
-All of it is a handful of forward passes without gradient on rows of at most 24 tokens. Every rank does the
-same, so parameters may be partitioned.
+The probe runs a few forward passes without gradient on rows of at most 24 tokens. All ranks run the same
+passes, so parameters may be partitioned.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from emo.common.errors import UserError, one_line
 from emo.common.io.weights import context_length
 
 from ..objectives import get_objective
-from .head import by_segments, refusal
+from .head import packing_problem, uses_segments
 
 log = logging.getLogger(__name__)
 
-LENGTH = 12  # tokens of a document
-HEAD_TOLERANCE = {False: 1e-3, True: 5e-3}  # share of the logits' range; True: half precision
-ALONE_TOLERANCE = {False: 1e-2, True: 1e-1}  # share of the hidden states' norm
+LENGTH = 12  # tokens per document
+HEAD_TOLERANCE = {False: 1e-3, True: 5e-3}  # relative to the logits' range; True: half precision
+ALONE_TOLERANCE = {False: 1e-2, True: 1e-1}  # relative to the hidden states' norm
 WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 
 
@@ -48,37 +49,38 @@ class Probe:
         self.head = model.get_output_embeddings()
         self.device = device or self.head.weight.device
         text = model.config.get_text_config()
-        self.name = model.ordinary.__name__
+        self.name = model.original_class.__name__
         context = context_length(text) or 2 * LENGTH
         self.length = min(LENGTH, context // 2)
         generator = torch.Generator().manual_seed(0)
         count = 4 * self.length
-        draw = torch.randperm(text.vocab_size, generator=generator)
-        self.documents = draw.repeat(-(-count // len(draw)))[:count].view(4, -1).to(self.device)
+        tokens = torch.randperm(text.vocab_size, generator=generator)
+        self.documents = tokens.repeat(-(-count // len(tokens)))[:count].view(4, -1).to(self.device)
         self.windowed = any(isinstance(getattr(text, name, None), int) for name in WINDOWS)
         self.half = False
 
     def run(
         self, ids: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Any, Tensor, Any]:
-        """Return what the model makes of `ids` [b, L], the hidden states [b, L, H], and the head's result."""
+        """Return the model's output for `ids` [b, L], the hidden states [b, L, H], and the head's output."""
         calls: list[tuple[Tensor, Any]] = []
         hook = self.head.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
         inputs[self.model.shifted_labels] = labels
-        if labels is None and "use_cache" in self.model.order:
+        if labels is None and "use_cache" in self.model.argument_names:
             inputs["use_cache"] = False
         try:
             result = self.forward(**{k: v for k, v in inputs.items() if v is not None})
         finally:
             hook.remove()
         if not calls:
-            raise UserError(f"{self.name} does not call its output head in its forward", code="head-unused")
+            problem = f"the forward of {self.name} does not call its output head"
+            raise UserError(problem, code="head-unused")
         hidden, out = calls[-1]
         return result, hidden.reshape(*ids.shape, -1).float(), out
 
-    def worst(self, *numbers: float) -> list[float]:
-        """Return the largest of each number over all ranks, which decide alike; NaN counts as infinite."""
+    def max_over_ranks(self, *numbers: float) -> list[float]:
+        """Return the maximum of each number over all ranks, so that these agree. NaN counts as infinite."""
         values = torch.tensor(numbers, dtype=torch.float64).nan_to_num(nan=torch.inf).to(self.device)
         if self.collective and dist.is_initialized():
             values = values.float()
@@ -86,7 +88,7 @@ class Probe:
         return values.tolist()
 
     def check_head(self) -> None:
-        """Raise UserError where the fused loss is not that of the model's logits."""
+        """Raise UserError if the fused loss differs from the loss of the model's logits."""
         result, hidden, out = self.run(self.documents)
         logits = result["logits"] if isinstance(result, dict) else result[0]
         self.half = logits.dtype.itemsize == 2 or out.dtype.itemsize == 2
@@ -99,17 +101,17 @@ class Probe:
             errors.append(float((got - want).abs() / spread))
         broken = float(not bool(torch.isfinite(hidden).all()))
         columns = float(logits.shape[-1] != self.head.out_features)
-        broken, columns, *errors = self.worst(broken, columns, *errors)
+        broken, columns, *errors = self.max_over_ranks(broken, columns, *errors)
         if broken:
-            problem = f"{self.name} computes values that are not finite: its weights are damaged"
+            problem = f"{self.name} computes NaN or infinite values; check its weights"
             raise UserError(problem, code="not-finite")
         if columns or max(errors) > HEAD_TOLERANCE[self.half]:
-            problem = f"{self.name} does something to its logits that the fused head does not know"
-            cure = "train from logits with emo.pipeline.loss.models.hf.loss_function"
-            raise UserError(f"{problem} (off by {max(errors):.2g}); {cure}", code="head-differs")
+            problem = f"{self.name} transforms its logits in a way that the fused head does not support"
+            cure = "train from logits with emo.hf.loss_function"
+            raise UserError(f"{problem} (error: {max(errors):.2g}); {cure}", code="head-differs")
 
-    def packs(self) -> bool:
-        """Return True where the model's present `packing` computes a packed document as if it were alone.
+    def separates_documents(self) -> bool:
+        """Return whether packed documents give the same result as alone, with the model's current `packing`.
 
         Raises UserError for a model that is not causal.
         """
@@ -122,18 +124,19 @@ class Probe:
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
             if self.collective and dist.is_initialized():
-                dist.barrier()  # fails where the reason is a rank that is gone
-            log.debug("%s with packing by %s: %s", self.name, self.model.packing, one_line(error))
+                dist.barrier()  # raises if the error comes from a lost rank
+            log.debug("%s with packing=%s: %s", self.name, self.model.packing, one_line(error))
             return False
         alone = self.run(self.documents, self.documents)[1][2]
         leak = float((packed[0, n:] - packed[1, n:]).abs().max())
         rounding = float((packed[0, :n] - packed[2, :n]).abs().max())
-        apart = float((packed[0, n:] - alone).norm() / alone.norm())
+        distance = float((packed[0, n:] - alone).norm() / alone.norm())
         largest, tolerance = float(packed.abs().max()), ALONE_TOLERANCE[self.half]
-        leak, rounding, apart = self.worst(leak, rounding, apart)
-        if rounding > tolerance * largest:  # it moved with a later document
-            raise UserError(f"{self.name} is not causal: a token sees those after it", code="not-causal")
-        return leak <= 4 * rounding + 1e-6 * largest and apart <= tolerance
+        leak, rounding, distance = self.max_over_ranks(leak, rounding, distance)
+        if rounding > tolerance * largest:  # the first document changed with the second
+            problem = f"{self.name} is not causal: its tokens attend to later tokens"
+            raise UserError(problem, code="not-causal")
+        return leak <= 4 * rounding + 1e-6 * largest and distance <= tolerance
 
 
 def probe_model(
@@ -144,36 +147,42 @@ def probe_model(
     collective: bool = False,
     device: torch.device | None = None,
 ) -> str:
-    """Return the `packing` that it gives a fused model: `positions`, `mask` or `refused`.
+    """Check a fused model, and set and return its `packing`: `positions`, `mask` or `refused`.
 
-    forward: the callable of training (an engine, a wrapped model), by default the model. packed: rows hold
-    several documents, so that `refused` is an error. collective: all ranks call and agree. Raises UserError
-    for a family whose logits the fused head does not reproduce, whose values are not finite, that is not
-    causal, or that lets packed documents see each other.
+    Args:
+        model: the fused model.
+        forward: the callable of training (an engine, a wrapped model), by default the model.
+        packed: rows contain several documents, so `refused` is an error.
+        collective: all ranks call together and agree.
+        device: where the rows go, by default the head's device.
+
+    Raises:
+        UserError: the fused head does not reproduce the model's logits, values are not finite, the model is
+            not causal, or packed documents see each other.
     """
     run = model if forward is None else forward
     root = run if isinstance(run, nn.Module) else model
-    with torch.no_grad(), _quiet(root, model), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), _evaluating_cross_entropy(root, model), torch.compiler.set_stance("force_eager"):
         probe = Probe(model, run, collective, device)
         probe.check_head()
         model.packing = "positions"
-        separate = probe.packs()
-        has_bounds = by_segments(model.config._attn_implementation)
+        separate = probe.separates_documents()
+        has_bounds = uses_segments(model.config._attn_implementation)
         if not separate and not probe.windowed and not has_bounds:
             model.packing = "mask"
-            separate = probe.packs()
+            separate = probe.separates_documents()
     if not separate:
         model.packing = "refused"
         if packed:
-            raise UserError(refusal(model), code="packing")
+            raise UserError(packing_problem(model), code="packing")
     if model.packing == "mask":
-        log.info("%s ignores restarting positions: documents in a row are separated by a mask", probe.name)
+        log.info("%s ignores restarting positions; a mask separates documents in a row", probe.name)
     return model.packing
 
 
 @contextlib.contextmanager
-def _quiet(root: nn.Module, model: Any) -> Iterator[None]:
-    """Switch dropout off within the block, and let the head compute the likelihood alone."""
+def _evaluating_cross_entropy(root: nn.Module, model: Any) -> Iterator[None]:
+    """Turn dropout off and let the head compute plain cross-entropy within the block."""
     modes = [(module, module.training) for module in root.modules()]
     head = model.get_output_embeddings()
     spec = head.spec

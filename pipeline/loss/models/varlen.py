@@ -1,7 +1,7 @@
-"""Attention over documents one after the other, without a mask: torch's own kernel, under the name `varlen`.
+"""Attention within packed documents, without a mask: torch's kernel under the name `varlen`.
 
-Importing this registers it with transformers. It is used where a call has the bounds of documents
-(`head.segments`); a call without them, as in generation, with or without a cache or padding, is SDPA's.
+Importing this module registers it with transformers. It applies to calls with the bounds of documents
+(`head.segments`). Calls without them, as in generation, use SDPA.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 from .head import VARLEN
 
-LARGEST_HEAD = 256  # the kernel's limit on values of a head, in steps of
-HEAD_STEP = 8
+LARGEST_HEAD = 256  # the kernel's limit on the size of a head
+HEAD_STEP = 8  # its sizes are multiples of this
 
 
 def varlen_attention(
@@ -39,58 +39,69 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Return causal attention within documents, [b, L, H, D], for the arguments that transformers passes.
 
-    query [b, H, L, D], key and value [b, H', L, D]; H is a multiple of H'. cu_seq_lens_q and max_length_q of
-    `head.segments`; without them the call is SDPA's, with its mask. sliding_window: the number of tokens
-    that a token sees, itself included. Raises ValueError for arguments that the kernel lacks.
+    Args:
+        module: the attention layer.
+        query: [b, H, L, D].
+        key: [b, H', L, D], where H is a multiple of H'.
+        value: [b, H', L, D'].
+        attention_mask: for SDPA, which computes calls without bounds.
+        dropout: must be 0.
+        scaling: factor on the scores; by default D^-0.5.
+        sliding_window: number of tokens that a token sees, itself included.
+        cu_seq_lens_q: bounds of the documents (`head.segments`).
+        max_length_q: length of the longest document.
+
+    Raises:
+        ValueError: an argument that the kernel does not support.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    lacking = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        lacking.append("attention to later tokens")
+        unsupported.append("attention to later tokens")
     if key.shape[2] != query.shape[2]:
-        lacking.append("a cache of keys")
+        unsupported.append("a cache of keys")
     if dropout:
-        lacking.append("dropout")
-    if lacking:
-        raise ValueError(f"attn_implementation={VARLEN} has no {', '.join(lacking)}")
+        unsupported.append("dropout")
+    if unsupported:
+        raise ValueError(f"attn_implementation={VARLEN} does not support {', '.join(unsupported)}")
     b, _, length, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
     width = -max(size, value.shape[-1]) // HEAD_STEP * -HEAD_STEP
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    # zeros after the last dimension's values change no product
+    # zeros at the end of the last dimension change no product
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     left = -1 if sliding_window is None or sliding_window >= max_length_q else sliding_window - 1
-    attend = attend_at_once if q.is_cuda else attend_in_turn
+    attend = attend_in_one_call if q.is_cuda else attend_per_document
     out = attend(q, k, v, cu_seq_lens_q, max_length_q, scale, left)
     return out[..., : value.shape[-1]].unflatten(0, (b, length)), None
 
 
 def kernel_is_new_enough() -> bool:
-    """Return True where this torch's kernel takes every argument of `attend_at_once`."""
+    """Return whether this torch's kernel takes every argument of `attend_in_one_call`."""
     return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
-def attend_at_once(
+def attend_in_one_call(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, left: int
 ) -> Tensor:
     """Return causal attention within documents on a GPU, by one call of torch's kernel, [T, H, D].
 
-    q [T, H, D], k and v [T, H', D] in half precision; document i is tokens bounds[i] to bounds[i + 1] - 1. A
-    token sees itself and `left` tokens before it, all for -1.
+    q is [T, H, D], k and v are [T, H', D] in half precision. Document i is tokens bounds[i] to
+    bounds[i + 1] - 1. A token sees itself and `left` earlier tokens, or all for -1.
     """
     window = (left, 0)
     lengths = (bounds, bounds, longest, longest)
     return varlen_attn(q, k, v, *lengths, scale=scale, window_size=window, enable_gqa=True)  # type: ignore
 
 
-def attend_in_turn(
+def attend_per_document(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, left: int
 ) -> Tensor:
-    """Return the same on any device and in any precision, one document after the other."""
+    """Return the same as `attend_in_one_call` on any device, in any precision, one document at a time."""
     parts = []
     for first, end in itertools.pairwise(bounds.tolist()):
         mask = None

@@ -20,7 +20,7 @@ from emo.experiments.advise import (
     measure_cost_fit,
 )
 from emo.experiments.known_truth import bigram
-from emo.pipeline.loss.expected import Costs
+from emo.pipeline.loss.expected import CostOperator
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.launching import tiny_recipe
 
@@ -33,7 +33,7 @@ def test_the_fit_of_a_truth_is_the_limit_of_its_samples() -> None:
     language, generator = truth(1.0), torch.Generator().manual_seed(0)
     contexts = torch.multinomial(language.contexts, 40_000, True, generator=generator)
     targets = torch.multinomial(language.rows[contexts], 1, generator=generator)[:, 0]
-    costs = Costs(language.embedding).apply(torch.eye(40, dtype=torch.float64))
+    costs = CostOperator(language.embedding).apply(torch.eye(40, dtype=torch.float64))
     fit = measure_cost_fit(language.rows[contexts], targets, lambda tokens: costs[tokens])
     assert fit == pytest.approx(compute_truth_fit(language), abs=0.005)
 

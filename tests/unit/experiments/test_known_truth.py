@@ -23,7 +23,7 @@ from emo.eval.models.model import EvaluatedModel
 from emo.experiments.known_truth import bigram, contestants, corpus, learner, oracle, study
 from emo.experiments.known_truth.contestants import Contestant, Prior, kernel_gradient
 from emo.pipeline.loss import get_objective
-from emo.pipeline.loss.expected import Costs, expected_gradient, settle
+from emo.pipeline.loss.expected import CostOperator, expected_gradient, settle
 from tests.helpers.evaluating import tiny_model
 
 V = 30
@@ -37,8 +37,8 @@ def truths(n: int = 4) -> Tensor:
     return bigram.draw_dirichlet(n, V, 2.0, generator())
 
 
-def geometry() -> Costs:
-    return Costs(torch.randn(V, 6, dtype=torch.float64, generator=generator(1)))
+def geometry() -> CostOperator:
+    return CostOperator(torch.randn(V, 6, dtype=torch.float64, generator=generator(1)))
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.97, 1.03), (0.5, 0.9, 0.97), (1.0, 0.7, 0.9)])
@@ -50,7 +50,7 @@ def test_a_geometric_truth_has_the_expected_entropy_and_geometry(
     assert (entropy - 0.5 * math.log(60)).abs().max() < 1e-6
     assert torch.allclose(truth.contexts @ truth.rows, truth.contexts, atol=1e-9)
     # expected cost between two draws of the same context, against draws of any context
-    costs = Costs(truth.embedding)
+    costs = CostOperator(truth.embedding)
     within = (truth.rows * costs.apply(truth.rows)).sum(-1) @ truth.contexts
     marginal = truth.contexts @ truth.rows
     across = marginal @ costs.apply(marginal)
@@ -67,7 +67,7 @@ def test_the_proper_score_has_the_gradient_of_its_definition_and_its_fixed_point
     z = q.log().requires_grad_()
     distances = (torch.softmax(z, -1) @ embedding - embedding).square().sum(-1)
     (truth * (5 * distances - torch.log_softmax(z, -1))).sum().backward()
-    costs = Costs(embedding)
+    costs = CostOperator(embedding)
     assert torch.allclose(kernel_gradient(q, truth, costs, 10.0), z.grad, atol=1e-12)
     settled, _ = settle(truths(), lambda q, truth: kernel_gradient(q, truth, costs, 10.0))
     assert torch.allclose(settled, truths(), atol=1e-8)
@@ -369,7 +369,7 @@ def test_training_is_compared_with_decoding(root: Path) -> None:
     assert set(measured(root, *decode)["over_decoded_baseline"].values()) == {0.0}
     results, texts = measured(root, "--model", root / "oracle", *decode), rows(root / "corpus/test.jsonl")
     log_p, log_q = (log_probs(root / name, texts) for name in ("oracle", "learner"))
-    costs, emo = Costs(None), get_objective("emo")
+    costs, emo = CostOperator(None), get_objective("emo")
     q, _ = settle(log_q.exp(), lambda q, truth: expected_gradient(q, truth, emo, costs))
     js = jensenshannon(log_p.exp().numpy(), q.numpy(), axis=1) ** 2
     assert results["over_decoded_baseline"]["js"] == pytest.approx(-js.mean(), abs=1e-6)

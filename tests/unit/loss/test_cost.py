@@ -21,14 +21,14 @@ from emo.pipeline.loss.cost import (
     CACHE_WINDOW_CPU,
     LIVE,
     CostEmbedding,
+    find_twins,
     padded_width,
     plan_tokens,
-    twins,
 )
 from emo.pipeline.loss.cost_files import load_cost, number_cost
 from emo.pipeline.loss.fused import fused_linear_loss
 from tests.helpers.families import VOCAB, family
-from tests.helpers.loss_reference import agree, cost_matrix, fused_step, reference, unit_rows
+from tests.helpers.loss_reference import assert_agree, cost_matrix, fused_step, reference, unit_rows
 from tests.helpers.refusals import refused
 from tests.helpers.waits import waits
 from tests.unit.loss.test_objectives import ONE_TARGET, make
@@ -64,9 +64,9 @@ def test_cached_rows_are_close_and_independent_of_history(
         fused_step(h, w, batch(99, vocab=vocab), make("emo"), cost, memory_mb=2)
         for cost in (exact, fresh, used)
     )
-    agree(want, reference(h, w, batch(99, vocab=vocab), E, "emo"), 1e-5)
-    agree(got, want, 2e-3)
-    agree(got, again, 5e-5)  # the product may round differently in another composition, by a float16 digit
+    assert_agree(want, reference(h, w, batch(99, vocab=vocab), E, "emo"), 1e-5)
+    assert_agree(got, want, 2e-3)
+    assert_agree(got, again, 5e-5)  # products of other groups may differ by a float16 digit
 
 
 def test_cache_prefers_frequent_targets() -> None:
@@ -83,14 +83,14 @@ def test_cache_prefers_frequent_targets() -> None:
     assert (table.slot[:10] == -1).all()
 
 
-def test_live_head() -> None:
+def test_live_costs_follow_the_head() -> None:
     """The adaptive variant: costs from the head as it is now, without a gradient through them."""
     torch.manual_seed(0)
     h, w = torch.randn(30, H).requires_grad_(), torch.randn(90, H).requires_grad_()
     labels = torch.randint(90, (30,))
     for _ in range(2):
         got = fused_step(h, w, labels, make("emo"), LIVE)
-        agree(got, reference(h, w, labels, w.detach(), "emo"), 1e-5)
+        assert_agree(got, reference(h, w, labels, w.detach(), "emo"), 1e-5)
         with torch.no_grad():
             w += 0.3 * torch.randn_like(w)
 
@@ -128,7 +128,7 @@ def test_reads_other_files(tmp_path: Path) -> None:
         torch.testing.assert_close(cost.rows, unit_rows(E), rtol=0, atol=1e-6)
 
 
-def test_unusable_sources_are_refused(tmp_path: Path) -> None:
+def test_invalid_sources_raise(tmp_path: Path) -> None:
     E = torch.randn(12, 5)
     save_file({"a": E, "b": E.clone()}, tmp_path / "two.safetensors")
     torch.save(E, tmp_path / "twelve.pt")
@@ -175,7 +175,7 @@ def test_costs_of_numbers() -> None:
     assert rows[0].tolist() == pytest.approx([0, 0, eleven, 6, 0, 0, 0, 1, 0, 0])
     assert rows[1].tolist() == pytest.approx([0, eleven, 0, 5, 0, 0, 0, twelve, 0, 0])
     assert not rows[2:].any()
-    assert cost.placed(torch.device("cpu"), torch.bfloat16) is cost
+    assert cost.prepared_for(torch.device("cpu"), torch.bfloat16) is cost
     assert cost.fingerprint != number_cost(["1", "2"], 10).fingerprint
     with refused("no-numbers"):
         number_cost(["a", "7"], 10)
@@ -183,16 +183,16 @@ def test_costs_of_numbers() -> None:
 
 @pytest.mark.parametrize("instructions", [False, True])
 @pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float16])
-def test_small_costs_keep_their_digits_in_half_precision(
+def test_small_costs_are_accurate_in_half_precision(
     model_dtype: torch.dtype, instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
-    monkeypatch.setattr("emo.pipeline.loss.cost._lacks_instructions", lambda: not instructions)
+    monkeypatch.setattr("emo.pipeline.loss.cost._lacks_bfloat16", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
     base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
     E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(torch.bfloat16)
     want = cost_matrix(E)[torch.arange(600), torch.arange(600) + 600]
-    cost = CostEmbedding.from_weight(E).placed(torch.device("cpu"), model_dtype)
+    cost = CostEmbedding.from_weight(E).prepared_for(torch.device("cpu"), model_dtype)
     rows = {"exact": cost.costs(torch.arange(600))}
     rows["cached"] = rows["exact"].half()
     if cost.rows.dtype == torch.float16:  # as kernels of a GPU read them
@@ -202,13 +202,13 @@ def test_small_costs_keep_their_digits_in_half_precision(
         assert float(((near - want) / want).abs().max()) <= 0.05, name
 
 
-def test_twins() -> None:
+def test_find_twins() -> None:
     torch.manual_seed(0)
     E = torch.randn(300, 8)
     tokens = torch.randperm(300)[:200]
     E[tokens[150]] = 2.5 * E[tokens[3]]  # the same direction
     E[list({*range(300)} - {*tokens.tolist()})] = E[tokens[5]].clone()  # others do not count
-    assert twins(CostEmbedding.from_weight(E), tokens).nonzero().flatten().tolist() == [3, 150]
+    assert find_twins(CostEmbedding.from_weight(E), tokens).nonzero().flatten().tolist() == [3, 150]
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ def padded_everywhere() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "cache_mb", "options"), [("emo", 0.0, {}), ("emo", 0.05, {}), ("mile", 0.0, {"softcap": 5.0})]
 )
-def test_padded_rows_change_nothing(
+def test_padding_rows_does_not_change_results(
     name: str, cache_mb: float, options: dict[str, float], dtype: torch.dtype
 ) -> None:
     """Losses and gradients over several chunks are those of contiguous rows."""
@@ -239,7 +239,7 @@ def test_padded_rows_change_nothing(
         with rows:
             costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
             results.append(fused_step(h, w, labels, make(name), costs, memory_mb=0.005, **options))
-    agree(results[1], results[0], 1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert_agree(results[1], results[0], 1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -250,9 +250,9 @@ def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
     x, matrix, less = (torch.randn(*shape).to(dtype) for shape in ((5, 33), (rows, 33), (5,)))
     exact = x.double() @ matrix.double().T - less.double()[:, None]
     out = torch.empty(5, rows, dtype=dtype)
-    tensors.against_rows(x, matrix, out, less)
+    tensors.write_widened_product(x, matrix, out, less)
     assert ((out.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() * 1.01 + 1e-6).all()
-    product, want = tensors.with_rows(out, matrix).double(), out.double() @ matrix.double()
+    product, want = tensors.mm_widened(out, matrix).double(), out.double() @ matrix.double()
     torch.testing.assert_close(product, want, rtol=1e-5, atol=1e-4)
 
 
@@ -265,7 +265,7 @@ def test_the_plan_is_the_valid_tokens_sorted(rows: list[list[int]]) -> None:
     assert (plan.size, len(plan)) == (len(flat), len(want))
     assert list(zip(plan.labels, plan.positions, strict=True)) == want
     assert plan.targets.tolist() == sorted({label for label, _ in want})
-    assert [plan.targets[i] for i in plan.which] == [label for label, _ in want]
+    assert [plan.targets[i] for i in plan.target_index] == [label for label, _ in want]
     assert plan.counts.tolist() == [flat.count(target) for target in plan.targets]
 
 

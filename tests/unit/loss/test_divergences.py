@@ -25,9 +25,9 @@ from emo.pipeline.loss import (
 )
 from emo.pipeline.loss.divergences import DIVERGENCES
 from tests.helpers.loss_reference import (
-    against_reference,
-    agree,
+    assert_agree,
     cost_matrix,
+    divergence_reference,
     fused_step,
     inputs,
     logits_of,
@@ -87,9 +87,9 @@ def compare(
     cost = CostEmbedding.from_weight(E.to(dtype)) if name in COSTLY else None
     got = fused_step(h, w, labels, objective, cost, teacher=side, bias=bias, kernels=kernels, **options)
     shared = {key: value for key, value in options.items() if key in ("softcap", "logit_scale")}
-    agree(
+    assert_agree(
         got,
-        against_reference(
+        divergence_reference(
             h, w, labels, log_p_of(side), transport(E), name, params, bias=bias, **shared, **extra
         ),
         bound,
@@ -106,7 +106,7 @@ def test_equals_autograd(
 
 
 @pytest.mark.parametrize("name", sorted(set(DIVERGENCES) - {"reverse_kl"}))
-def test_a_sure_teacher_is_a_label(name: str) -> None:
+def test_a_one_hot_teacher_equals_a_label(name: str) -> None:
     """With all its mass on the target a teacher leaves the objectives of one target."""
     torch.manual_seed(0)
     h, w, labels, E = inputs(N, V, H, dtype=torch.float64)
@@ -127,11 +127,11 @@ def test_a_sure_teacher_is_a_label(name: str) -> None:
         return
     params = {"alpha": 1.0} if other == "power" else {}  # 1 - p_y
     want = fused_step(h, w, labels, get_objective(other, **params), cost)
-    agree(got, {key: want[key] for key in ("loss", "nll", "demd", "d_hidden", "d_weight")}, 1e-8)
+    assert_agree(got, {key: want[key] for key in ("loss", "nll", "demd", "d_hidden", "d_weight")}, 1e-8)
 
 
 @pytest.mark.parametrize("name", list(DIVERGENCES))
-def test_nothing_is_to_be_learnt_from_oneself(name: str) -> None:
+def test_a_teacher_equal_to_the_student_gives_zero_gradient(name: str) -> None:
     torch.manual_seed(0)
     h, w, labels, E = inputs(N, V, H, dtype=torch.float32)
     cost = CostEmbedding.from_weight(E)
@@ -147,7 +147,7 @@ def entries(draw: st.DrawFn) -> tuple[int, str, int]:
 
 @given(entries())
 @settings(max_examples=40, deadline=None)
-def test_stored_entries(case: tuple[int, str, int]) -> None:
+def test_stored_entries_equal_autograd(case: tuple[int, str, int]) -> None:
     """The divergence of k + 1 masses, with its gradient, which never exceeds that of all entries."""
     k, name, seed = case
     torch.manual_seed(seed)
@@ -155,12 +155,12 @@ def test_stored_entries(case: tuple[int, str, int]) -> None:
     side = teacher()
     log_p = log_p_of(side)
     got = fused_step(h, w, labels, get_objective(name), teacher=top(log_p, k))
-    agree(got, against_reference(h, w, labels, log_p, transport(E), name, {}, k=k), 1e-9)
+    assert_agree(got, divergence_reference(h, w, labels, log_p, transport(E), name, {}, k=k), 1e-9)
     whole = fused_step(h, w, labels, get_objective(name), teacher=side)["loss"]
     assert got["loss"] <= whole * (1 + 1e-9)
 
 
-def test_a_schedule_moves_the_weight() -> None:
+def test_a_schedule_changes_the_weight() -> None:
     torch.manual_seed(0)
     h, w, labels, _ = inputs(N, V, H, dtype=torch.float64)
     side = teacher()
@@ -171,7 +171,7 @@ def test_a_schedule_moves_the_weight() -> None:
     assert losses[0] + losses[2] == pytest.approx(2 * losses[1].item(), rel=1e-12)
 
 
-def test_a_part_counts_in_its_share_of_the_steps() -> None:
+def test_spaced_parts_apply_in_their_share_of_the_steps() -> None:
     for share in (0.1, 0.3, 0.5, 1.0):
         steps = [step for step in range(1000) if Ramp(share, share, 1).due(step)]
         assert len(steps) == round(1000 * share)
@@ -182,12 +182,12 @@ def test_a_part_counts_in_its_share_of_the_steps() -> None:
         assert abs(count - 20 * falling.at(start + 9.5)) <= 1
     mle, kl = get_objective("mle"), get_objective("kl")
     anchored = weighted_sum([(mle, 1.0), (kl, Spaced(0.5, Ramp(0.5, 0.5, 1)))])
-    assert [anchored.at(step).against[0][0] for step in range(4)] == [0.0, 0.5, 0.0, 0.5]
+    assert [anchored.at(step).divergences[0][0] for step in range(4)] == [0.0, 0.5, 0.0, 0.5]
     with refused("option-range"):
         weighted_sum([(mle, 1.0), (kl, Spaced(0.5, Ramp(0.0, 2.0, 1)))])
 
 
-def test_costs_of_numbers_reach_no_words() -> None:
+def test_number_costs_do_not_move_mass_of_words() -> None:
     """Eq. 15 with costs between numbers: mass on words neither sends nor takes."""
     torch.manual_seed(0)
     values = torch.full((V,), torch.nan)
@@ -205,7 +205,7 @@ def test_half_precision() -> None:
     side = teacher(torch.bfloat16)
     for name in ("kl", "jsd"):
         got = fused_step(h, w, labels, get_objective(name), teacher=side)
-        want = against_reference(h, w, labels, log_p_of(side), transport(E), name, {})
+        want = divergence_reference(h, w, labels, log_p_of(side), transport(E), name, {})
         assert relative_error(got["loss"], want["loss"]) <= 5e-3
         assert relative_error(got["d_hidden"], want["d_hidden"]) <= 3e-2
     nothing = torch.full_like(labels, -100)
@@ -225,7 +225,7 @@ def test_half_precision() -> None:
         (get_objective("kl"), TopK(torch.zeros(N, 3).long(), torch.zeros(N, 3)), "shapes"),
     ],
 )
-def test_what_does_not_fit(objective: Objective, side: Any, code: str) -> None:
+def test_mismatched_teachers_raise(objective: Objective, side: Any, code: str) -> None:
     h, w, labels, E = inputs(N, V, H, dtype=torch.float64)
     cost = None if code == "needs-cost" else CostEmbedding.from_weight(E)
     with refused(code):
@@ -241,6 +241,6 @@ def test_what_does_not_fit(objective: Objective, side: Any, code: str) -> None:
         ("kl", {"temperature": 0.0}),
     ],
 )
-def test_options_out_of_range(name: str, params: dict[str, float]) -> None:
+def test_options_out_of_range_raise(name: str, params: dict[str, float]) -> None:
     with refused("option-range"):
         get_objective(name, **params)

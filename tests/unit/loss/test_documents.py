@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from emo.common.errors import UserError
 from emo.pipeline.engine.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens, probe_model
-from emo.pipeline.loss.models.head import BOUNDS, LONGEST, SEGMENTS, by_document, keep_apart, segments
+from emo.pipeline.loss.models.head import (
+    BOUNDS,
+    LONGEST,
+    SEGMENTS,
+    segments,
+    separate_documents,
+    sum_by_document,
+)
 from emo.pipeline.loss.models.varlen import varlen_attention
 from emo.pipeline.model.config import ModelConfig
 from tests.helpers.families import FAMILIES, VOCAB, family, tiny_llama
@@ -37,31 +44,31 @@ def test_flash_attention_gets_the_segments_that_the_loader_knows() -> None:
     """Positions of the meta device have no values: reading one would fail."""
     bounds, longest = segments(rows([5, 3], [8]))
     inputs: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": longest}
-    keep_apart(stand_in("positions", "flash_attention_2"), torch.empty(2, 8, device="meta"), inputs)
+    separate_documents(stand_in("positions", "flash_attention_2"), torch.empty(2, 8, device="meta"), inputs)
     assert inputs == dict(zip(SEGMENTS, (bounds, bounds, 8, 8), strict=True))
-    keep_apart(stand_in("positions", "sdpa"), rows([5, 3]), plain := {})
+    separate_documents(stand_in("positions", "sdpa"), rows([5, 3]), plain := {})
     assert plain == {}, "other attention reads the positions"
 
 
-def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() -> None:
+def test_padding_masks_are_dropped_only_for_restarting_positions() -> None:
     model, plain, packed = stand_in("positions", "varlen"), rows([8]), rows([5, 3])
     mask = torch.ones(1, 8, dtype=torch.int64)
     inputs: dict[str, Any] = {"attention_mask": mask}
-    keep_apart(model, plain, inputs)
+    separate_documents(model, plain, inputs)
     assert inputs == {"attention_mask": mask}
-    keep_apart(model, packed, inputs)
+    separate_documents(model, packed, inputs)
     assert inputs["attention_mask"].numel() == 0 and inputs["cu_seq_lens_q"].tolist() == [0, 5, 8]
     with refused("mask-positions"):
-        keep_apart(model, packed, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])})
+        separate_documents(model, packed, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])})
     with refused("packing"):
-        keep_apart(stand_in("refused", "eager"), packed, {})
-    keep_apart(stand_in("refused", "eager"), rows([8], [8]), {})
+        separate_documents(stand_in("refused", "eager"), packed, {})
+    separate_documents(stand_in("refused", "eager"), rows([8], [8]), {})
 
 
 def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With segments and labels planned by the loader, from the token ids to the gradients of all weights."""
     monkeypatch.setattr(
-        "emo.pipeline.loss.models.varlen.attend_in_turn", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
+        "emo.pipeline.loss.models.varlen.attend_per_document", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
     )
     model = tiny_llama(61, num_attention_heads=4, num_key_value_heads=2)
     model.set_attn_implementation("varlen")
@@ -82,7 +89,7 @@ def test_sums_by_document() -> None:
     bounds, longest = segments(positions)
     assert (bounds.tolist(), longest, bounds.dtype) == ([0, 3, 5, 6, 12], 6, torch.int32)
     labels = torch.tensor([[5, 6, -100, 7, -100, -100], [-100, 1, 2, 3, 4, -100]])
-    assert by_document(torch.arange(12.0), bounds).tolist() == [0 + 1 + 2, 3 + 4, 5, sum(range(6, 12))]
+    assert sum_by_document(torch.arange(12.0), bounds).tolist() == [0 + 1 + 2, 3 + 4, 5, sum(range(6, 12))]
     assert plan_tokens(labels).per_document(bounds).tolist() == [2, 1, 0, 4]
 
 
@@ -106,7 +113,7 @@ def alone(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float, wind
     ("heads", "groups", "size", "value_size", "scaling"),
     [(2, 2, 16, 16, None), (4, 2, 8, 8, 0.3), (4, 1, 10, 10, None), (2, 1, 12, 7, None)],
 )
-def test_documents_attend_to_themselves(
+def test_varlen_attention_stays_within_documents(
     window: int | None, heads: int, groups: int, size: int, value_size: int, scaling: float | None
 ) -> None:
     """Values and gradients against the definition: grouped heads, windows, widths that the kernel lacks."""
@@ -130,14 +137,14 @@ def test_documents_attend_to_themselves(
 
 
 @pytest.mark.parametrize("keys", [{"dropout": 0.1}, {"softcap": 3.0}, {"is_causal": False}])
-def test_unsupported_arguments_are_errors(keys: dict[str, Any]) -> None:
+def test_unsupported_attention_arguments_raise(keys: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 8, 8)
     bounded: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 8], dtype=torch.int32), "max_length_q": 8}
     with pytest.raises(ValueError):
         varlen_attention(LAYER, x, x, x, None, **bounded, **keys)
 
 
-def test_no_tensor_grows_with_the_square_of_a_block() -> None:
+def test_varlen_attention_builds_no_quadratic_tensor() -> None:
     """A block of 4,096 tokens, forward and backward; under SDPA its mask alone has 4,096 squared."""
     length = 4096
     positions = rows([1500, 600, 1, 1995])
@@ -201,7 +208,7 @@ def compare(model: Any, ordinary: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "packing"), PACKING.items())
-def test_packed_rows_train_like_single_documents_or_not_at_all(name: str, packing: str) -> None:
+def test_packed_rows_train_like_single_documents_or_raise(name: str, packing: str) -> None:
     model = fused(name)
     assert probe_model(model, packed=False) == packing
     if packing != "refused":
@@ -227,7 +234,7 @@ def test_families_under_varlen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "mpt", "gemma2"])
-def test_in_bfloat16(name: str) -> None:
+def test_the_probe_tolerates_bfloat16_rounding(name: str) -> None:
     """Rounding alone is not taken for a leak or another head, nor does it hide one."""
     assert probe_model(fused(name).to(torch.bfloat16)) == PACKING[name]
 
@@ -243,7 +250,7 @@ SKEWED: dict[str, Any] = {  # of a LLaMA's logits, as families make them
 
 @pytest.mark.parametrize("change", SKEWED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_treated_in_an_unknown_way_are_refused(change: str, dtype: torch.dtype) -> None:
+def test_unknown_transformations_of_logits_raise(change: str, dtype: torch.dtype) -> None:
     model = family("llama").to(dtype)
     ordinary = type(model)
 
@@ -259,7 +266,7 @@ def test_logits_treated_in_an_unknown_way_are_refused(change: str, dtype: torch.
         probe_model(model)
 
 
-def test_models_that_are_not_causal_or_not_finite_are_refused() -> None:
+def test_models_that_are_not_causal_or_not_finite_raise() -> None:
     model = fused("llama")
 
     def sees_all(*args: Any, **kwargs: Any) -> Any:
@@ -291,7 +298,7 @@ def test_the_probe_leaves_the_model_as_it_was() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_heads_that_cannot_be_fused() -> None:
+def test_heads_that_cannot_be_fused_raise() -> None:
     model = family("llama")
     model.lm_head = nn.Sequential(nn.Linear(32, VOCAB))
     with refused("needs-head"):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from emo.pipeline.loss import CostEmbedding, get_objective
-from emo.pipeline.loss.expected import Costs, Gradient, expected_gradient, settle
-from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
+from emo.pipeline.loss.expected import CostOperator, Gradient, expected_gradient, settle
+from emo.pipeline.loss.objectives import LogitRows, claimed_gradient, compute_scalars
 
 V = 30
 
@@ -21,8 +21,8 @@ def truths(n: int = 4) -> Tensor:
     return torch.softmax(2 * torch.randn(n, V, dtype=torch.float64, generator=generator()), -1)
 
 
-def geometry() -> Costs:
-    return Costs(torch.randn(V, 6, dtype=torch.float64, generator=generator(1)))
+def geometry() -> CostOperator:
+    return CostOperator(torch.randn(V, 6, dtype=torch.float64, generator=generator(1)))
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_the_gradient_is_the_mean_over_targets(name: str) -> None:
     expected = torch.zeros_like(q)
     for y in range(V):
         target = torch.tensor([y])
-        rows = Rows(q.log()[None], target, cost[target], zero)
-        scalars = scalars_of(rows.z, rows, objective.logit_scale)
+        rows = LogitRows(q.log()[None], target, cost[target], zero)
+        scalars = compute_scalars(rows.z, rows, objective.logit_scale)
         weights = objective.coefficients(scalars)
-        expected += truth[y] * gradient(weights, scalars, rows, objective.logit_scale)[0]
+        expected += truth[y] * claimed_gradient(weights, scalars, rows, objective.logit_scale)[0]
     assert torch.allclose(expected_gradient(q, truth, objective, costs), expected, atol=1e-14)
 
 
-def gradient_of(name: str, costs: Costs) -> Gradient:
+def gradient_of(name: str, costs: CostOperator) -> Gradient:
     return lambda q, truth: expected_gradient(q, truth, get_objective(name), costs)
 
 
@@ -59,7 +59,7 @@ def test_emo_settles_where_its_closed_form_says() -> None:
 
 @pytest.mark.parametrize("name", ["tailr", "dft", "demd"])
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
-def test_what_collapses_never_settles(name: str, sharpness: float) -> None:
+def test_collapsing_objectives_keep_a_residual(name: str, sharpness: float) -> None:
     """... though its gradient vanishes near a corner."""
     truth = torch.softmax(sharpness * truths().log(), -1)
     q, residual = settle(truth, gradient_of(name, geometry()), 300, 1e-6)
@@ -73,4 +73,4 @@ def test_costs_are_those_of_the_loss() -> None:
     weights = torch.rand(2, V, dtype=torch.float64, generator=generator(2))
     with pytest.warns(UserWarning):
         rows = CostEmbedding.from_weight(embedding).costs(torch.arange(V))
-    assert torch.allclose(Costs(embedding).apply(weights), weights @ rows, atol=1e-12)
+    assert torch.allclose(CostOperator(embedding).apply(weights), weights @ rows, atol=1e-12)

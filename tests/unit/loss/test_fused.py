@@ -15,7 +15,7 @@ from emo.pipeline.loss.cost import CostEmbedding, plan_tokens
 from emo.pipeline.loss.fused import fused_linear_loss, quantile, token_nll
 from emo.pipeline.loss.models.head import FusedHead, fuse_head
 from tests.helpers.loss_reference import (
-    agree,
+    assert_agree,
     fused_step,
     inputs,
     reference,
@@ -38,7 +38,7 @@ def compare(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, name: str, bound: f
     beside = {"memory_mb": TINY_MB, "stored": stored_for(labels)}
     got = fused_step(h, w, labels, make(name), cost, **beside, **options)
     assert int(got["tokens"]) == int((labels != -100).sum())
-    agree(got, reference(h, w, labels, E, name, **options), bound)
+    assert_agree(got, reference(h, w, labels, E, name, **options), bound)
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
@@ -99,7 +99,7 @@ def test_extreme_logits(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("vocab", [60, 4200])
-def test_free_alternatives(vocab: int) -> None:
+def test_wrong_tokens_without_cost_stay_finite(vocab: int) -> None:
     """Wrong tokens with the target's own direction cost nothing: D is almost 0 and m / D enormous."""
     h, w, labels, _ = inputs(n=40, vocab=vocab)
     E = torch.where(torch.rand(vocab, 1) < 0.5, 1.0, -1.0) * torch.tensor([[1.0, 0.0]])
@@ -109,7 +109,7 @@ def test_free_alternatives(vocab: int) -> None:
     compare(h, w, labels, E, "emo", 1e-5)
 
 
-def test_never_all_logits() -> None:
+def test_only_one_chunk_of_logits_exists() -> None:
     """No tensor beyond one chunk has V columns (the head's own shapes aside)."""
     h, w, labels, E = inputs(n=500, vocab=1000)
     with shapes() as tensors:
@@ -118,7 +118,7 @@ def test_never_all_logits() -> None:
     assert 0 < max(shape[0] for shape in tensors if len(shape) == 2 and shape[1] == 1000) <= 32
 
 
-def test_backward_once_scaled_and_only_where_asked() -> None:
+def test_backward_runs_once_scaled_and_for_trained_inputs() -> None:
     """The incoming gradient scales; costs get none, nor does a head that LoRA has frozen."""
     h, w, labels, E = inputs()
     E.requires_grad_()
@@ -153,7 +153,7 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = fused_step(h, w, labels, make("emo"), CostEmbedding.from_weight(E))
     assert got["d_weight"].dtype == torch.float32
-    agree(got, reference(h, w, labels, E, "emo"), 3e-2)
+    assert_agree(got, reference(h, w, labels, E, "emo"), 3e-2)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_autocast() -> None:
         ({"objective": make("gem"), "z_loss": 1.0}, "options-clash"),
     ],
 )
-def test_bad_inputs(change: dict[str, Any], code: str) -> None:
+def test_invalid_inputs_raise(change: dict[str, Any], code: str) -> None:
     arguments = {
         "hidden": torch.zeros(3, H),
         "weight": torch.zeros(V, H),

@@ -66,13 +66,13 @@ def head(
             for name in ("live_kernel", "stored_kernel"):
                 monkeypatch.setattr(kernels_teacher, name, Kernel(name, trace))
 
-            def at_once(*arguments: Any) -> Any:  # one kernel, as `test_scalars_are_one_kernel` sees
+            def at_once(*arguments: Any) -> Any:  # one kernel, as `test_solve_compiles_to_one_kernel` sees
                 before = trace.launches.copy()
                 result = rows.solve(*arguments)
                 trace.launches = before + collections.Counter(solve=1)
                 return result
 
-            monkeypatch.setattr(kernels_triton, "solve_at_once", at_once)
+            monkeypatch.setattr(kernels_triton, "compiled_solve", at_once)
             context = SimpleNamespace(mark_non_differentiable=lambda *sums: None)
             inputs = (hidden, weight, None, plan_tokens(labels), spec, (True, True, False), side, None)
             fused._FusedLoss.forward(context, *inputs)
@@ -124,7 +124,7 @@ def test_a_teacher_adds_few_kernels(
     assert trace.peak / MIB <= mebibytes
 
 
-def test_scalars_are_one_kernel() -> None:
+def test_solve_compiles_to_one_kernel() -> None:
     """Compiled, `solve` is one kernel with the same results, and no other one for new weights."""
     from torch._inductor import metrics
 
@@ -143,10 +143,10 @@ def test_scalars_are_one_kernel() -> None:
 
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
-def test_the_scalars_of_every_objective_can_be_compiled(name: str) -> None:
+def test_solve_compiles_for_every_objective(name: str) -> None:
     torch.compiler.reset()  # it gives up after so many variants of a function
     numbers = torch.rand(9, 8, generator=torch.Generator().manual_seed(1)).unbind()
-    statistics = rows.Statistics(*numbers[:4], entropy=numbers[4], squares=numbers[5], top=numbers[6])
+    statistics = rows.Statistics(*numbers[:4], H=numbers[4], S=numbers[5], top=numbers[6])
     arguments = (rows.Terms(get_objective(name)), statistics, numbers[7], 32000, False)
     compiled = torch.compile(rows.solve, dynamic=True, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*arguments)[0].loss, rows.solve(*arguments)[0].loss)

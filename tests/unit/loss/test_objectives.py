@@ -74,7 +74,7 @@ def test_golden_values(source: str, variant: str) -> None:
         ("excess", {"least": math.nan}, "option-range"),
     ],
 )
-def test_bad_requests(name: str, params: dict[str, float], code: str) -> None:
+def test_invalid_names_and_options_raise(name: str, params: dict[str, float], code: str) -> None:
     with refused(code):
         get_objective(name, **params)
 
@@ -133,13 +133,13 @@ IMPORT = "import torch\nfrom emo.pipeline.loss import Coefficients\n"
         ("def f(m, p): p.mul_(2); return p", "objective-in-place"),
     ],
 )
-def test_mistakes_in_a_file(tmp_path: Path, source: str, code: str) -> None:
+def test_invalid_objective_files_raise(tmp_path: Path, source: str, code: str) -> None:
     (tmp_path / "own.py").write_text(source)
     with refused(code):
         get_objective(f"{tmp_path / 'own.py'}:f")
 
 
-def test_a_sum_is_the_sum() -> None:
+def test_a_weighted_sum_equals_the_sum_of_its_parts() -> None:
     """One pass gives the gradients of two, exactly: costs, entropy and weights together."""
     parts = [(make("emo"), 0.5), (make("mle"), 0.3), (make("neg_entropy"), 0.05), (make("focal"), 2.0)]
     apart = [[weight * x for x in run(objective)] for objective, weight in parts]
@@ -156,7 +156,7 @@ def test_a_sum_is_the_sum() -> None:
         ([(make("mile"), 1.0), (make("mle"), 1.0)], "sum-part"),
     ],
 )
-def test_impossible_sums(parts: list[Any], code: str) -> None:
+def test_invalid_sums_raise(parts: list[Any], code: str) -> None:
     with refused(code):
         weighted_sum(parts)
 

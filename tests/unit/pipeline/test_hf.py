@@ -1,4 +1,4 @@
-"""Trainer and plain loops get the losses of the fused path, whatever the head; masks, packing, refusals."""
+"""Losses and gradients in Trainer and plain loops for all kinds of heads; masks, packing, errors."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_emo_loss_module() -> None:
     all_ignored.backward()
 
 
-def test_labels_that_were_shifted_already() -> None:
-    """They would be shifted a second time; said at the first call, whatever is ignored."""
+def test_labels_that_are_shifted_already_raise() -> None:
+    """A second shift is prevented at the first call, with or without ignored labels."""
     model = tiny_llama(VOCAB)
     fuse_causal_lm(model, "mle")
     ids = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -121,27 +121,27 @@ def test_labels_that_were_shifted_already() -> None:
     torch.testing.assert_close(model(input_ids=ids, shift_labels=shifted).loss, right)
 
 
-def test_a_schedule_is_refused_where_nobody_tells_the_step() -> None:
-    """It would stay at its first step, without a word; given for a step, it is what it is there."""
+def test_schedules_raise_if_the_step_is_unknown() -> None:
+    """Without a step it would silently stay at its first one."""
     ramps = {"emo": Ramp(1.0, 0.0, 2), "mle": Ramp(0.0, 1.0, 2)}
     moving = weighted_sum([(get_objective(name), ramp) for name, ramp in ramps.items()])
     z, labels = torch.randn(2, LENGTH, VOCAB), torch.randint(VOCAB, (2, LENGTH))
     cost = CostEmbedding.from_weight(torch.randn(VOCAB, 5))
-    doors = (
+    calls = (
         lambda: loss_function(moving, cost),
         lambda: EMOLoss(moving),
         lambda: fuse_causal_lm(tiny_llama(VOCAB), moving),
         lambda: logits_loss(z, labels, moving, cost),
         lambda: fused_linear_loss(z[..., :8], torch.randn(VOCAB, 8), labels, moving, cost),
     )
-    for door in doors:
+    for call in calls:
         with refused("schedule-without-step"):
-            door()
+            call()
     assert EMOLoss(moving.at(5))(z, labels, cost) == EMOLoss("mle")(z, labels)
 
 
 def without_dropout(model: Any) -> Any:
-    """Return the model, which then computes the same in training as in evaluation."""
+    """Return the model without dropout."""
     for module in model.modules():
         rates = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
         for name in (*rates, "p") if isinstance(module, torch.nn.Dropout) else rates:
@@ -176,15 +176,17 @@ def stepped(trainer: Trainer, model: Any) -> tuple[float, dict[str, Tensor]]:
 
 
 def assert_close(got: dict[str, Tensor], gradients: dict[str, Tensor], bound: float) -> None:
-    """Every gradient is right but for a share of the largest."""
+    """Assert that every gradient is right up to a share of the largest."""
     scale = max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         assert float((got[name] - gradient).norm()) <= bound * scale, name
 
 
-def through(door: str, model: Any, objective: str, directory: Path) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss and the gradients that a door gives for all rows, in micro-batches of two."""
-    if door == "loop":
+def step_through(
+    entry_point: str, model: Any, objective: str, directory: Path
+) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients of all rows from an entry point, in micro-batches of two."""
+    if entry_point == "loop":
         fuse_causal_lm(model, objective)
         tokens = sum(label != -100 for row in rows() for label in row["labels"][1:])
         total = 0.0
@@ -195,7 +197,7 @@ def through(door: str, model: Any, objective: str, directory: Path) -> tuple[flo
             total += loss.item()
         return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     args = arguments(directory, per_device_train_batch_size=2, gradient_accumulation_steps=3)
-    if door == "mixin":
+    if entry_point == "mixin":
         return stepped(EmoTrainer(model, args, train_dataset=rows(), objective=objective), model)
     model.loss_type = "ForCausalLM"  # as pipeline/loss/models/hf.py says: a GPT-2 would count first tokens
     cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
@@ -206,16 +208,20 @@ def through(door: str, model: Any, objective: str, directory: Path) -> tuple[flo
 # Heads: tied and biased, narrower than the body, capped, scaled; a router, a recurrence, two stacks.
 PECULIAR = ("gpt2", "phi", "opt", "gemma2", "granite", "mixtral", "mamba", "bart")
 CASES = [("mixin", name) for name in PECULIAR]
-CASES += [(door, name) for door in ("loop", "function") for name in ("gpt2", "gemma2", "granite", "mixtral")]
+CASES += [
+    (entry_point, name)
+    for entry_point in ("loop", "function")
+    for name in ("gpt2", "gemma2", "granite", "mixtral")
+]
 
 
-@pytest.mark.parametrize(("door", "name"), CASES)
-def test_loss_and_gradients_are_autograds(door: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("entry_point", "name"), CASES)
+def test_loss_and_gradients_equal_autograd(entry_point: str, name: str, tmp_path: Path) -> None:
     model = without_dropout(family(name)).train()
     head = model.get_output_embeddings().weight.detach().clone()
     documents = [(row["input_ids"], row["labels"]) for row in rows()]
     want, gradients = naive(copy.deepcopy(model), documents, "emo", head)
-    loss, got = through(door, model, "emo", tmp_path)
+    loss, got = step_through(entry_point, model, "emo", tmp_path)
     assert loss == pytest.approx(want, rel=1e-5)
     assert_close(got, gradients, 1e-4)
 
@@ -224,7 +230,7 @@ DOCUMENTS = (7, 3, 10, 1, 6)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
-def test_packed_and_padded_rows_teach_what_documents_alone_do(name: str, tmp_path: Path) -> None:
+def test_packed_and_padded_rows_train_like_single_documents(name: str, tmp_path: Path) -> None:
     """The Trainer drops columns that it does not find in the signature of the model's forward."""
     ids = torch.randint(1, VOCAB, (4, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(5))
     documents = [(part.tolist(), part.tolist()) for row in ids for part in row.split(DOCUMENTS)]

@@ -117,7 +117,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], Documents, dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_autograds(case: str, tmp_path: Path) -> None:
+def test_loss_and_gradients_equal_autograd(case: str, tmp_path: Path) -> None:
     """Predictions and divisor agree, and packed documents do not see each other."""
     rows, tokens, changes = CASES[case]
     model = tiny_llama(VOCAB)
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("code", REFUSED)
-def test_what_cannot_be_honoured_is_refused_at_the_start(code: str, tmp_path: Path) -> None:
+def test_unsupported_settings_raise_at_the_start(code: str, tmp_path: Path) -> None:
     changes, options = REFUSED[code]
     model = family("mixtral", output_router_logits=True) if code == "router-loss" else tiny_llama(VOCAB)
     with refused(code):
