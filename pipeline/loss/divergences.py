@@ -45,7 +45,7 @@ class DivergenceTerms(NamedTuple):
 Divergence = Callable[..., DivergenceTerms]
 
 
-def forward_kl(log_p: Tensor, log_q: Tensor, p: Tensor) -> DivergenceTerms:
+def kl(log_p: Tensor, log_q: Tensor, p: Tensor) -> DivergenceTerms:
     """Forward KL (arXiv 1503.02531): L = sum_i p_i log(p_i / q_i); dL/dz = q - p."""
     return DivergenceTerms(_kl_sum(p, log_p, log_q), -p)
 
@@ -98,15 +98,14 @@ def emo_dense(log_p: Tensor, log_q: Tensor, p: Tensor, q: Tensor, Cp: Tensor) ->
 
     For a one-hot p it is `emo`.
     """
-    kl = forward_kl(log_p, log_q, p)
+    forward = kl(log_p, log_q, p)
     demd = demd_dense(p, q, Cp)
-    w = kl.loss / (demd.loss + EPS)
-    return DivergenceTerms(0.5 * (kl.loss + w * demd.loss), (demd.u * w[:, None] + kl.u) * 0.5)
+    w = forward.loss / (demd.loss + EPS)
+    return DivergenceTerms(0.5 * (forward.loss + w * demd.loss), (demd.u * w[:, None] + forward.u) * 0.5)
 
 
 DIVERGENCES: dict[str, Divergence] = {
-    "kl": forward_kl,
-    **{f.__name__: f for f in (reverse_kl, jsd, skew_kl, tv, demd_dense, emo_dense)},
+    f.__name__: f for f in (kl, reverse_kl, jsd, skew_kl, tv, demd_dense, emo_dense)
 }
 
 
