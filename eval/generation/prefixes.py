@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from emo.common.errors import UserError, nearest, one_line
-from emo.data_prep.sources.inputs import read_text
+from emo.data_prep.sources.files import read_text
 
 T = TypeVar("T")
 HEADING = re.compile(r"=.*=")  # a WikiText line that is a title

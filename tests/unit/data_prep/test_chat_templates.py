@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encoding.chat_templates import RefusedError, Renderer, read_template
-from emo.data_prep.encoding.chats import ChatWriter
+from emo.data_prep.encoding.chat_writer import ChatWriter
 from emo.data_prep.selection.plan import Plan
 from emo.data_prep.shards.verify import verify
 from tests.helpers.chat_templates import CALLING, CHATML, THINKING, TOOLS, tokenizer_with

@@ -23,12 +23,14 @@ from emo.common.errors import UserError
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
 from emo.data_prep.encoding.chat_templates import ChatTemplate, RefusedError, read_template
-from emo.data_prep.encoding.chats import ChatEncoder, ChatWriter, check_template
+from emo.data_prep.encoding.chat_writer import ChatWriter
+from emo.data_prep.encoding.chats import ChatEncoder, check_template
 from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
 from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
 from emo.data_prep.shards.verify import verify
-from emo.data_prep.sniff import guess, sniff
-from emo.data_prep.sources.rows import Rejected, RowSpec, parse
+from emo.data_prep.sniff import guess_columns, sniff
+from emo.data_prep.sources.rows import parse
+from emo.data_prep.sources.spec import Rejected, RowSpec
 from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, SILENT, TOOLS, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,
@@ -195,10 +197,14 @@ def test_what_is_proposed_is_read() -> None:
     for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
         assert read(row, **guess(row, "instruct")) == talked(("q", "a"))
     assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
-    names = guess({"dialog": TALK}, "instruct")
+    names = guess_columns({"dialog": TALK}, "instruct")
     assert spoken(read({"dialog": TALK}, chat=True, **names)) == [("user", "q"), ("assistant", "a")]
-    assert guess({"prompt": "q", "chosen": "a", "rejected": "longer"}, "instruct")["output"] == "chosen"
-    assert guess({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"}, "instruct") == {}
+    assert (
+        guess_columns({"prompt": "q", "chosen": "a", "rejected": "longer"}, "instruct")["output"] == "chosen"
+    )
+    assert (
+        guess_columns({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"}, "instruct") == {}
+    )
 
 
 def test_odd_turns_of_a_chat_are_left_out_and_counted() -> None:

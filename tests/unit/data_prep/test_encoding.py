@@ -33,7 +33,7 @@ from emo.data_prep.encoding.tokenizer import (
 from emo.data_prep.encoding.words import TextEncoder, encoder, word_rule
 from emo.data_prep.shards.encode import Encoded, EncodeSettings, RowEncoder
 from emo.data_prep.shards.verify import verify
-from emo.data_prep.sources.inputs import open_text
+from emo.data_prep.sources.files import open_text
 from tests.helpers.corpus import (
     alpaca_rows,
     lasting_directory,

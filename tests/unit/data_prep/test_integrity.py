@@ -36,8 +36,8 @@ from emo.data_prep.shards.format import (
 from emo.data_prep.shards.reencode import ShardCheck
 from emo.data_prep.shards.scores import Scores
 from emo.data_prep.shards.verify import verify
-from emo.data_prep.sources import inputs
-from emo.data_prep.sources.inputs import read_text
+from emo.data_prep.sources import files
+from emo.data_prep.sources.files import read_text
 from tests.helpers.chat_templates import CHATML, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,
@@ -351,13 +351,13 @@ def test_a_shard_that_points_beyond_itself_is_damaged(examples: DataConfig) -> N
 
 def test_inspect_colours_exactly_what_is_supervised(examples: DataConfig) -> None:
     data, tokenizer = train_set(examples), load_tokenizer(examples.dir / "tokenizer")
-    rows = [look.coloured(data, row, tokenizer) for row in range(len(data))]
+    rows = [look.render_row(data, row, tokenizer) for row in range(len(data))]
     learned = "".join(t.plain[s.start : s.end] for t in rows for s in t.spans if s.style == look.SUPERVISED)
     assert sorted(learned.split("</s>")[:-1]) == sorted({row["output"] for row in alpaca_rows(60)})
 
 
 def test_a_small_file_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "TEXT_LIMIT", 10 << 20)
+    monkeypatch.setattr(files, "TEXT_LIMIT", 10 << 20)
     (tmp_path / "test.jsonl.zst").write_bytes(zstandard.compress(bytes(64 << 20)))
     with pytest.raises(UserError):
         read_text(tmp_path / "test.jsonl.zst")

@@ -20,11 +20,12 @@ import pytest
 
 from emo.common.io.files import DiskFullError
 from emo.common.io.lease import Lease
+from emo.data_prep.checks import planned_inputs
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig, load_data_config
-from emo.data_prep.prepare import Preparation, planned_inputs, prepare
-from emo.data_prep.selection import near, plan, scan
-from emo.data_prep.selection.scan import Scan, Unit, divide
+from emo.data_prep.prepare import Preparation, prepare
+from emo.data_prep.selection import near, plan, scan, select
+from emo.data_prep.selection.scan import Scan, Unit, divide_into_units
 from emo.data_prep.shards.format import TokenDataset
 from emo.data_prep.shards.verify import verify
 from tests.conftest import REPO
@@ -55,8 +56,8 @@ def world(root: Path, rows: list[Any], **data: Any) -> DataConfig:
 def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
     """Make units, stretches and batches so small that little data takes many of each."""
     for module, name, value in (
-        *((plan, "GROUP", 7), (scan, "GROUP", 7), (near, "BATCH", 4)),
-        *((scan, "UNIT", size), (scan, "POLL", 0.01)),
+        *((plan, "GROUP_ROWS", 7), (select, "GROUP_ROWS", 7), (scan, "GROUP_ROWS", 7), (near, "BATCH", 4)),
+        *((scan, "UNIT_BYTES", size), (scan, "POLL", 0.01)),
     ):
         monkeypatch.setattr(module, name, value)
 
@@ -64,7 +65,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
 def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
     """The numbers of units as they are scanned; the process is interrupted after the last that may be."""
     numbers: list[int] = []
-    make = Scan.make
+    make = Scan.make_part
 
     def noted(self: Scan, unit: Unit, *others: Any) -> None:
         if len(numbers) == most:
@@ -72,7 +73,7 @@ def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
         numbers.append(unit.number)
         make(self, unit, *others)
 
-    monkeypatch.setattr(Scan, "make", noted)
+    monkeypatch.setattr(Scan, "make_part", noted)
     return numbers
 
 
@@ -123,7 +124,7 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     part.write_bytes(part.read_bytes()[:-1])
     first = tmp_path / "a.jsonl"
     first.write_bytes(first.read_bytes())  # the same text, but nobody can know
-    changed = [u.number for u in divide(planned_inputs(config)) if u.stretches[0].input == 0]
+    changed = [u.number for u in divide_into_units(planned_inputs(config)) if u.stretches[0].input == 0]
     again = noted_units(monkeypatch)
     run(config)
     assert set(again) == {2, *changed} | set(range(7, max(again) + 1)) and len(again) == len(set(again))

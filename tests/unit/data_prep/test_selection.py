@@ -25,7 +25,7 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.selection import near
 from emo.data_prep.selection.contamination import SHARED, Finder, collect, digest
 from emo.data_prep.selection.near import band_shape, signatures
-from emo.data_prep.selection.plan import load_rows, select_rows
+from emo.data_prep.selection.select import load_rows, select_rows
 from emo.data_prep.shards.format import Manifest, open_prepared
 from emo.data_prep.shards.verify import verify
 from emo.data_prep.sources.world import TASKS, corpus, read_rows, task_rows

@@ -28,9 +28,12 @@ from hypothesis import strategies as st
 
 from emo.common.errors import FailureError, UserError
 from emo.data_prep.config import DataConfig, Source
-from emo.data_prep.sources import inputs
-from emo.data_prep.sources.inputs import TextInput, open_inputs
-from emo.data_prep.sources.rows import Rejected, RowSpec, parse, raw_rows
+from emo.data_prep.sources import reader
+from emo.data_prep.sources.inputs import READERS, open_inputs
+from emo.data_prep.sources.reader import TableReader
+from emo.data_prep.sources.rows import parse, raw_rows
+from emo.data_prep.sources.spec import Rejected, RowSpec
+from emo.data_prep.sources.text import TextReader
 from tests.helpers.corpus import (
     data_config,
     file_bytes,
@@ -187,10 +190,10 @@ def test_a_file_that_changes_as_it_is_read_is_refused(
 ) -> None:
     """The manifest vouches for the bytes that were read, and for no others."""
     path = put(tmp_path / name, texts(60))
-    real = inputs.file_identity
+    real = reader.identify_file
     config = data_config(tmp_path, sources=[{"files": name}])
     with monkeypatch.context() as patch, refused("source-changed"):
-        patch.setattr(inputs, "file_identity", lambda file: (real(file), put(path, texts(70)))[0])
+        patch.setattr(reader, "identify_file", lambda file: (real(file), put(path, texts(70)))[0])
         run(config)
     assert not (config.dir / "train").exists()
     run(config)
@@ -227,7 +230,7 @@ TWICE = {
 @pytest.mark.parametrize("name", TWICE)
 def test_a_key_that_comes_twice_is_not_passed_over(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(TWICE[name])
-    assert "'text' comes twice" in fails(tmp_path)
+    assert "'text' is repeated" in fails(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.json"])
@@ -292,7 +295,7 @@ def test_stretches_of_a_file_have_its_rows(lines: list[str], form: str, cuts: se
         path = Path(name) / "a.txt"
         path.write_text("\n".join(lines), encoding="utf-8")
         size = path.stat().st_size
-        opened = TextInput(Source(files="a.txt"), "a.txt", spec, size, path)
+        opened = TextReader(Source(files="a.txt"), "a.txt", spec, size, path)
         whole = [row for piece in opened.pieces() for row in raw_rows(piece.payload or b"", spec)]
         bounds = sorted(cut for cut in cuts if cut <= size)
         rows = []
@@ -465,6 +468,31 @@ def test_a_server_that_fails_may_be_asked_again(tmp_path: Path, web: str) -> Non
     Server.broken = False
     run(config)
     assert train_set(config).manifest.documents == 400
+
+
+class FeatherReader(TableReader):
+    """Reads an Arrow IPC file: the example of a new format in CONTRIBUTING.md."""
+
+    def rows(self, start: int) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb") as file, pa.ipc.open_file(file) as table:
+            for number in range(table.num_record_batches):
+                batch = table.get_batch(number)
+                yield from batch.slice(start).to_pylist()
+                start = max(0, start - batch.num_rows)
+
+
+def test_a_new_format_is_one_reader_and_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(READERS, ".feather", FeatherReader)
+    table = pa.table({"text": texts(2000, seed=5)})
+    with pa.ipc.new_file(tmp_path / "a.feather", table.schema) as sink:
+        sink.write_table(table, max_chunksize=300)
+    write_jsonl(tmp_path / "a.jsonl", texts(2000, seed=5))
+    configs = [prepared_from(tmp_path, name, f"a.{name}") for name in ("feather", "jsonl")]
+    new, known = map(train_set, configs)
+    assert new.fingerprint == known.fingerprint and new.manifest.documents == 2000
+    (configs[0].dir / "train/shard-00007-of-00012.arrow").unlink()
+    run(configs[0])  # reading begins in the middle
+    assert train_set(configs[0]).fingerprint == known.fingerprint
 
 
 def test_a_group_is_on_one_side_of_the_split(tmp_path: Path) -> None:
