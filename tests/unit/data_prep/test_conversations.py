@@ -195,7 +195,7 @@ def test_a_row_that_cannot_be_followed_is_rejected(row: Any, reason: str) -> Non
 def test_what_is_proposed_is_read() -> None:
     """Never an answer that was rejected; what is named wins over messages that are there as well."""
     for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
-        assert read(row, **guess(row, "instruct")) == talked(("q", "a"))
+        assert read(row, **guess_columns(row, "instruct")) == talked(("q", "a"))
     assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
     names = guess_columns({"dialog": TALK}, "instruct")
     assert spoken(read({"dialog": TALK}, chat=True, **names)) == [("user", "q"), ("assistant", "a")]

@@ -36,7 +36,7 @@ from emo.data_prep.shards.format import (
 from emo.data_prep.shards.reencode import ShardCheck
 from emo.data_prep.shards.scores import Scores
 from emo.data_prep.shards.verify import verify
-from emo.data_prep.sources import files
+from emo.data_prep.sources import files as source_files
 from emo.data_prep.sources.files import read_text
 from tests.helpers.chat_templates import CHATML, tokenizer_with
 from tests.helpers.corpus import (
@@ -357,7 +357,7 @@ def test_inspect_colours_exactly_what_is_supervised(examples: DataConfig) -> Non
 
 
 def test_a_small_file_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "TEXT_LIMIT", 10 << 20)
+    monkeypatch.setattr(source_files, "TEXT_LIMIT", 10 << 20)
     (tmp_path / "test.jsonl.zst").write_bytes(zstandard.compress(bytes(64 << 20)))
     with pytest.raises(UserError):
         read_text(tmp_path / "test.jsonl.zst")
