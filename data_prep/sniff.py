@@ -183,15 +183,7 @@ def _unreadable(look: Look, how: str = "") -> UserError:
 
 
 def _look(files: str, kind: str, proposed: dict[str, str], template: str | None, form: str = "auto") -> Look:
-    """Return the first piece of a source, parsed in one way.
-
-    Args:
-        files: a path, pattern or address.
-        kind: data.kind.
-        proposed: `columns` of the source.
-        template: data.template, or None for the default.
-        form: `format` of the source.
-    """
+    """Return the first piece of a source, parsed in one way."""
     source: dict[str, Any] = {"files": files, "format": form} | ({"columns": proposed} if proposed else {})
     tree = {"dir": "prepared", "kind": kind, "tokenizer": "any", "sources": [source]}
     config = parse_section(DataConfig, tree | ({} if template is None else {"template": template}), "data")
@@ -291,12 +283,7 @@ def _examples(
 ) -> tuple[list[Text], list[int]]:
     """Return the chosen rows as in training, and the number of tokens of all rows.
 
-    Args:
-        look: the parsed file.
-        chosen: indices of rows in `look.good`.
-        directory: the saved tokenizer, or None for characters.
-        chat: the chat template of the tokenizer.
-        colours: whether the terminal has colours.
+    Without `directory`, the saved tokenizer, characters stand for tokens.
     """
     examples, lengths = [], []
     encoder = None

@@ -206,11 +206,7 @@ class ChatWriter:
     ) -> ChatExample:
         """Return the example of messages.
 
-        Args:
-            written: the last answer, whose text is the text of the example.
-            spans: the positions of the supervised answers in the text, by number of the answer.
-            messages: the messages in the text.
-            tools: the tools of the chat.
+        spans: the positions of the supervised answers in the text, by number of the answer.
         """
         marks: list[Span] | None = None
         if self.renderer.marked:

@@ -256,12 +256,7 @@ class Scan:
     ) -> Generator[pa.RecordBatch, None, int | None]:
         """Yield the rows of a stretch, and return how many rows its source may still have.
 
-        Args:
-            stretch: the range of an input.
-            left: rows up to the limit of the source, or None without a limit.
-            pool: runs a `scanner`.
-            note: the note of the part, to which pieces and facts are added.
-            advance: gets the bytes of the stretch that have been read.
+        left: rows up to the limit of the source, or None. Pieces and facts are added to `note`.
         """
         number, begin, end = stretch
         reader, messages, beyond = self.inputs[number], 0, left == 0

@@ -199,11 +199,7 @@ def _source_summaries(
 
     Raises UserError, if strict, for an input without rows, or without usable rows because it is not UTF-8.
 
-    Args:
-        config: the data section of the recipe.
-        inputs: the readers of the sources.
-        parts: the parts of the scan.
-        counts: int64 [inputs, REASONS], before rows are compared.
+    counts: int64 [inputs, REASONS], before rows are compared.
     """
     sources: list[dict[str, Any]] = []
     for reader, rows in zip(inputs, counts.sum(axis=1).tolist(), strict=True):
@@ -265,12 +261,7 @@ def _summarize(
 ) -> dict[str, Any]:
     """Return the counts of rows per input and in total. Raises UserError for a split without rows.
 
-    Args:
-        db: a connection with the table `rows` after the selection.
-        config: the data section of the recipe.
-        inputs: the readers of the sources.
-        sources: the facts about each input, to which the counts are added.
-        first_fault: returns the problem of the first rejected row.
+    The counts are also added to `sources`.
     """
     reasons = _count_reasons(db, len(inputs))
     counts = _count_splits(db, len(inputs), len(config.splits))

@@ -78,10 +78,7 @@ def _select(
 ) -> _Selection:
     """Return the first rows of an order whose tokens fit into the limit. Raises UserError if none does.
 
-    Args:
-        config, plan, inputs, workers: see `limit_tokens`.
-        order: int64 [rows], training rows.
-        copies: int64 [rows], how often each is used.
+    order, copies: int64 [rows], training rows and how often each is used.
     """
     limit, block, is_text = config.limit_tokens, config.sequence_len, config.kind == "text"
     assert limit is not None
@@ -118,11 +115,7 @@ def _fit_examples(
 ) -> tuple[int, np.ndarray]:
     """Return how many examples are used, and the copies of each. The last may have fewer copies.
 
-    Args:
-        limit: tokens.
-        ends: int64 [counted], tokens up to the end of each example, copies included.
-        tokens: int64 [counted], tokens of one copy.
-        copies: int64 [rows].
+    ends, tokens: int64 [counted], the end of each example with its copies, and tokens of one copy.
     """
     count = int(np.searchsorted(ends, limit, side="right"))
     used = copies[: min(count + 1, len(tokens))].copy()
@@ -149,10 +142,7 @@ def _assign_shards(
 
     Each shard gets consecutive rows with about the same number of tokens.
 
-    Args:
-        config, plan, inputs: see `limit_tokens`.
-        rows: int64 [rows].
-        amount: int64 [rows], tokens of each row, copies included.
+    amount: int64 [rows], tokens of each row, copies included.
     """
     ascending = np.argsort(rows)
     begins = np.cumsum(amount[ascending]) - amount[ascending]

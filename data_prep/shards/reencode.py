@@ -159,12 +159,7 @@ class ShardCheck:
     def _has_text(self, shard: Shard, domain: int, start: int, count: int, text: str | TokenIds) -> bool:
         """Return whether the tokens of a text are at their position, as far as their rows were written.
 
-        Args:
-            shard: the shard.
-            domain: the number of the text's domain.
-            start: the first token, among those of the domain.
-            count: tokens.
-            text: the text, or its ids.
+        start: the first token of the text, among those of the domain.
         """
         rows = np.flatnonzero(shard.domain == domain)
         block = self.config.sequence_len
@@ -298,11 +293,7 @@ def _has_own_ids(plain: PlainEncoder, before: list[int], ids: list[int], complet
     The last ids of an incomplete text may depend on the text after it. Some tokenizers give ids that depend
     on distant text. Then even a part of the same text has other ids, and nothing can be decided.
 
-    Args:
-        plain: the encoder.
-        before: the ids before the text.
-        ids: the ids of the text.
-        complete: whether the text ends with the last id.
+    before: the ids before the text. complete: whether the text ends with the last id.
     """
     complete, ids = complete and len(ids) <= MAX_TOKENS, ids[:MAX_TOKENS]
     settled = len(ids) if complete else max(0, len(ids) - MARGIN)

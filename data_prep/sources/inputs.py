@@ -131,12 +131,7 @@ def _find_matches(pattern: str, root: Path) -> list[tuple[Path, str]]:
 def _open_file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> SourceReader:
     """Return the reader of a file, chosen by its ending and its beginning.
 
-    Args:
-        source: the source in the recipe.
-        name: the name of the file in manifests and messages.
-        spec: how rows are parsed.
-        path: the file.
-        size: stored bytes, or 0 if unknown.
+    size: stored bytes, or 0 if unknown.
     """
     ending = format_ending(path)
     if ending not in READERS:
