@@ -1,6 +1,6 @@
 """The `data` section of a recipe, and the comparison of prepared data with it.
 
-The mark of a field tells what it changes. Fields without a mark change the rows, that is the bytes of the
+The mark of a field defines what it changes. Fields without a mark change the rows, that is the bytes of the
 shards. `place`: only where files are. One of REPORTS: only reports and checks. A key of USED: the rows, but
 only if the rest of the section uses the field. SET: the rows, but only if the field is set.
 """

@@ -327,7 +327,7 @@ class Preparation:
         self.clear()
 
     def _plan_tokenizer(self, plan: Plan, inputs: list[SourceReader]) -> TokenizerFacts:
-        """Return the facts of the tokenizer. It is trained on the planned rows if the recipe says so."""
+        """Return the facts of the tokenizer. It may be trained on the planned rows."""
         config = self.config
         if config.train_tokenizer is None:
             return tokenizer_facts(self.new / TOKENIZER)

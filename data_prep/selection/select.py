@@ -43,7 +43,7 @@ def select(
 ) -> Plan:
     """Write the rows that shards take to a file and return the plan.
 
-    Weights come before duplicates, so that of equal rows one remains that its source uses. Among those a
+    Weights are applied before duplicates are dropped. Of equal rows that their sources use, one remains: a
     training row is preferred, then the row with the most copies, then the first. If no copy is trained on,
     each validation set keeps one: its loss does not depend on the other sets. Raises UserError if an input,
     if strict, or a split has no rows left.

@@ -60,7 +60,7 @@ def shard_file(data: TokenDataset, name: str, index: int) -> Path:
 
 
 def top_dtype(k: int, vocab_size: int) -> np.dtype[Any]:
-    """Return the type of the k most likely ids, their log-probabilities, and that of all other tokens."""
+    """Return the type of the k most likely ids, and of their and the remaining log-probability."""
     return np.dtype([("ids", "<u2" if vocab_size <= 2**16 else "<i4", (k,)), ("log_p", "<f2", (k + 1,))])
 
 

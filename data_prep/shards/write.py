@@ -1,6 +1,6 @@
-"""The names in a prepared directory, writing a shard and its manifest, and what is reported of both.
+"""Writing of shards, notes and manifests, and the reports about them.
 
-A shard is packed rows in an Arrow stream, and a note beside it that says it is whole.
+A shard is an Arrow stream of packed rows. The note next to it marks it as complete.
 """
 
 from __future__ import annotations

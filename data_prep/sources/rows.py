@@ -271,7 +271,7 @@ def plain_text(row: Row) -> str:
 
 
 def find_columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
-    """Return the columns of a payload's first rows that are read, and those that are not.
+    """Return the read and the unread columns of a payload's first rows.
 
     Keys of messages that are not read are included as `messages[].key`.
     """
