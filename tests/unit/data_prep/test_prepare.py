@@ -110,7 +110,7 @@ def test_bytes_do_not_depend_on_workers_jobs_or_units(
     assert all(file_bytes(tmp_path / name) == expected for name in ("workers", "jobs", "units"))
 
 
-def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_parts_of_a_scan_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that ended goes on where it was; a part that is damaged or of a changed source is made again."""
     small_units(monkeypatch)
     rows = texts(160, sentences=8)
@@ -214,7 +214,9 @@ def resize(disk: Path, kilobytes: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(disk)], check=True)
 
 
-def test_full_disk(undisturbed: tuple[Path, dict[str, bytes], float], disk: Path) -> None:
+def test_a_full_disk_leaves_no_partial_data(
+    undisturbed: tuple[Path, dict[str, bytes], float], disk: Path
+) -> None:
     """At every step the disk may be full: one line says so, nothing half stays, and then it goes on."""
     root, expected, _ = undisturbed
     config = load_data_config(recipe_of(root, disk / "out"), [])
@@ -236,7 +238,7 @@ def test_full_disk(undisturbed: tuple[Path, dict[str, bytes], float], disk: Path
     assert file_bytes(config.dir) == expected
 
 
-def test_slurm_array(tmp_path: Path) -> None:
+def test_jobs_of_a_slurm_array_share_the_work(tmp_path: Path) -> None:
     """An array that starts at 1, as some sites like it."""
     write_jsonl(tmp_path / "a.jsonl", texts(300))
     recipe = recipe_of(tmp_path, tmp_path / "out")
