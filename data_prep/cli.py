@@ -20,9 +20,9 @@ from .config import load_data_config
 
 
 def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> int:
-    """Run a command. `recipe`: the model of a recipe's sections, see load_data_config.
+    """Run a command and return its exit code. `recipe`: the model of all sections, see load_data_config.
 
-    Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
+    Exit codes: 0 success, 1 system failure, 2 input error or damaged data, 130 interrupted.
     """
     parser = _parser()
     args = parse_arguments(parser, argv)
@@ -33,40 +33,42 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="emo", description="Text to token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
-        "prepare", help="make the shards of a recipe; run it again to make what is missing"
+        "prepare", help="make the shards of a recipe. Run it again to make missing shards"
     )
     prepare.add_argument("recipe", type=Path)
     prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")
-    # A batch system may have given this process fewer CPUs than the machine has.
+    # A batch system may allow fewer CPUs than the machine has.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     prepare.add_argument("--workers", type=_positive, default=cpus, help="processes (%(default)s)")
-    prepare.add_argument("--finish", action="store_true", help="make no shards, only write the manifests")
-    prepare.add_argument("--force", action="store_true", help="discard what is there and start over")
-    inspect = commands.add_parser("inspect", help="show what was prepared")
-    inspect.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
+    prepare.add_argument("--finish", action="store_true", help="only write the manifests, make no shards")
+    prepare.add_argument("--force", action="store_true", help="discard prepared data and start over")
+    inspect = commands.add_parser("inspect", help="show prepared data")
+    inspect.add_argument("directory", type=Path, help="prepared directory, or one split of it")
     inspect.add_argument("--samples", type=int, default=3, help="rows to show (%(default)s)")
-    inspect.add_argument("--seed", type=int, default=0, help="which rows")
+    inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows")
     verify = commands.add_parser(
         "verify",
-        help="check a prepared directory: hashes, counts and every row; text of a sample encoded again",
-        description="Checks what is in the directory: hashes of all shards, counts and sums, settings, the "
-        "tokenizer, every row as training reads it; and of each shard a few documents, whose beginning must "
-        "have the ids of its own text. The sources are not read: prepare compares their hashes in every job.",
+        help="check a prepared directory: hashes, counts, every row, and the tokens of a sample",
+        description="Checks hashes of all shards, counts and sums, settings, the tokenizer, and every row as "
+        "in training. The beginnings of a few documents of each shard are encoded again and compared. The "
+        "sources are not read: prepare compares their hashes in every job.",
     )
     verify.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
-    sniff = commands.add_parser("sniff", help="what a file is taken for, examples, and a recipe to paste")
-    sniff.add_argument("files", help="a file, pattern or address, as in data.sources.0.files")
-    sniff.add_argument("--tokenizer", help="hub id, directory or .model file: examples as its tokens")
+    sniff = commands.add_parser(
+        "sniff", help="show how a file is parsed, with examples and a recipe to paste"
+    )
+    sniff.add_argument("files", help="file, pattern or address, as in data.sources.0.files")
+    sniff.add_argument("--tokenizer", help="hub id, directory or .model file, to show examples as tokens")
     world = commands.add_parser("world", help="write the eight tasks of the embedded world")
     world.add_argument("directory", type=Path)
-    world.add_argument("--train", type=_positive, help="rows of a train split at most")
-    world.add_argument("--test", type=_positive, help="rows of a test split at most")
+    world.add_argument("--train", type=_positive, help="most rows of a train split")
+    world.add_argument("--test", type=_positive, help="most rows of a test split")
     return parser
 
 
 def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
-    """Run the command that was given; each imports what it needs once its first word is out."""
+    """Run the chosen command. Each imports its modules after it has printed its first line."""
     if args.command == "prepare":
         config = load_data_config(args.recipe, args.overrides, recipe)
         announce(args.recipe)
@@ -84,8 +86,8 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         announce(args.directory)
         from .shards.verify import verify
 
-        right, faults = verify(args.directory)
-        for line in right:
+        correct, faults = verify(args.directory)
+        for line in correct:
             _say(line)
         for fault in faults[1:]:
             print(printable(fault), file=sys.stderr)
@@ -106,19 +108,19 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 
 
 def _say(line: str) -> None:
-    """Print a line for the human; names of files and sources cannot act on the terminal."""
+    """Print a line. Names of files and sources cannot control the terminal."""
     try:
         print(printable(line), flush=True)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise DiskFullError("no space left where standard output goes") from None
+        raise DiskFullError("no space left for standard output") from None
 
 
 def _job(text: str) -> tuple[int, int]:
     index, _, jobs = text.partition("/")
     if not (index.isdecimal() and jobs.isdecimal() and int(index) < int(jobs)):
-        raise argparse.ArgumentTypeError(f"{text!r} must read i/n with i from 0 to n - 1, for example 0/8")
+        raise argparse.ArgumentTypeError(f"{text!r} must be i/n with i from 0 to n - 1, for example 0/8")
     return int(index), int(jobs)
 
 

@@ -1,9 +1,8 @@
-"""The `data` section of a recipe, and whether data were prepared with it.
+"""The `data` section of a recipe, and the comparison of prepared data with it.
 
-Fields say themselves what they change. Unmarked: the rows, that is the bytes of the shards. Marked `place`:
-nothing, only where things are. Marked with one of REPORTS: what is said about the rows, or refused. Marked
-with a key of USED: that, where the rest of the section makes use of the field. Marked SET: that, where it is
-set.
+The mark of a field defines what it changes. Fields without a mark change the rows, that is the bytes of the
+shards. `place`: only where files are. One of REPORTS: only reports and checks. A key of USED: the rows, but
+only if the rest of the section uses the field. SET: the rows, but only if the field is set.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from emo.common.io.weights import context_length, reject_adapter
 
 from .encoding.chat_templates import BUILT_IN, GIVEN, fixed_date
 
-# Of templates: raised when the text of one changes, or what of it is supervised.
+# Versions of templates. Raise the version if the text of a template or its supervised part changes.
 VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/2"} | {
     name: f"{name}/1" for name in BUILT_IN
 }
@@ -47,23 +46,23 @@ USED: dict[str, Callable[[Any], bool]] = {
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
 }
-FORMAT = 6  # of prepared data; raised whenever the same configuration would give other bytes
-SET = "if set"  # marks fields that came later: where they are not set, settings do not speak of them
+FORMAT = 6  # version of prepared data. Raise it if the same configuration gives other bytes
+SET = "if set"  # marks newer fields, which are not part of `settings` unless they are set
 
-TRAIN, VALIDATION = "train", "validation"  # the training data, and a validation set without a name of its own
-DEFAULT_DOMAIN = "default"  # of sources that name none
-NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # of a domain or a validation set
-MOST_TOKENS = 1 << 20  # in a row
-DATA_FILES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of files that sources may name
+TRAIN, VALIDATION = "train", "validation"  # the training data, and an unnamed validation set
+DEFAULT_DOMAIN = "default"  # of sources without a domain
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # pattern of names of domains and validation sets
+MAX_TOKENS = 1 << 20  # in a row
+DATA_FILES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings that no recipe has
 INSTRUCTION = ("instruction", "input", "output", "system", "history", "messages", "role", "content", "tools")
-COLUMNS = {"text": ("text",), "instruct": INSTRUCTION}  # parts of a row whose columns can be named
+PARTS = {"text": ("text",), "instruct": INSTRUCTION}  # keys of Source.columns
 
 
 class Source(Section):
-    """Rows come from here: exactly one of `hub`, `files` and `embedded`."""
+    """A source of rows: exactly one of `hub`, `files` and `embedded`."""
 
     hub: str | None = Field(None, min_length=1)
-    """Id of a hub data set, "owner/name". Give exactly one of `hub`, `files` and `embedded`."""
+    """Id of a hub data set, "owner/name". Set exactly one of `hub`, `files` and `embedded`."""
     config: str | None = mark("hub", None)
     """Configuration of the hub data set."""
     revision: str | None = mark("hub", None)
@@ -75,20 +74,20 @@ class Source(Section):
     also as .zst, .gz, .bz2 or .xz), parquet, or directories written by `save_to_disk` of the datasets
     library. Also an address or glob that fsspec reads: s3://, gs://, https:// and others."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
-    """A corpus that comes along: text about a small world, about one of its halves, or instructions."""
+    """A corpus of this package: text about a small world, about one half of it, or instructions."""
     format: Literal[
         "auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages", "tokens"
     ] = "auto"
-    """How rows are found. In text files: `document` (the file is one document), `lines`, `paragraphs`
+    """Form of the rows. In text files: `document` (the file is one document), `lines`, `paragraphs`
     (separated by blank lines), `wikitext` (a level-1 heading starts a document). In JSON and tables:
-    `text`, `alpaca`, `messages`, or `tokens` (lists of ids, used as they are). `auto` takes wikitext or
-    lines for text files, and otherwise the form that the columns show."""
+    `text`, `alpaca`, `messages`, or `tokens` (lists of ids, used unchanged). `auto` is wikitext or lines
+    for text files, and otherwise the form of the columns."""
     column: str | None = Field(None, min_length=1)
     """Column of the text (default: text, content, sentence, document or story), of the tokens (ids,
     input_ids), or in instructions of the messages (messages, conversations) or the prompt (instruction,
     prompt, question, query)."""
     columns: dict[str, str] | None = mark(SET, None)
-    """Columns that go by other names, as part: column. Text has the part text; instructions have instruction,
+    """Columns with other names, as part: column. Text has the part text; instructions have instruction,
     input, output, system and history, or messages with the keys role and content; tools with a
     chat_template."""
     clean: Literal["none", "writingprompts", "ag_news"] = "none"
@@ -100,20 +99,20 @@ class Source(Section):
     """Read at most this many rows of the source, from its beginning. Duplicates and unusable rows count;
     `limit_rows` counts the rows that are used."""
     domain: str | None = mark(SET, None, pattern=f"^{NAME}$")
-    """What the text is about. A packed row holds one domain, and each domain is counted, mixed and measured
-    by itself."""
+    """Subject of the text. A packed row holds one domain, and each domain is counted, mixed and measured
+    separately."""
 
     @property
     def domain_name(self) -> str:
-        """Return the domain of its rows."""
+        """Return the domain of the rows."""
         return DEFAULT_DOMAIN if self.domain is None else self.domain
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:
         if sum(origin is not None for origin in (self.hub, self.files, self.embedded)) != 1:
-            raise ValueError("give exactly one of hub, files, embedded")
+            raise ValueError("set exactly one of hub, files, embedded")
         if self.column is not None and self.columns is not None:
-            raise ValueError("give column or columns, not both")
+            raise ValueError("set column or columns, not both")
         return self
 
 
@@ -121,65 +120,64 @@ Sets = dict[Annotated[str, Field(pattern=f"^{NAME}$")], Annotated[list[Source], 
 
 
 class DataConfig(Section):
-    """The text to tokenise, the way to do it, and the directory of the shards."""
+    """The text to tokenize, how to tokenize it, and the directory of the shards."""
 
     dir: Path = mark("place")
-    """Directory of the prepared data (tokenizer/, train/, validation/ or one directory per set); nothing else
-    may be in it."""
+    """Directory of the prepared data (tokenizer/, train/, validation/ or one directory per set). It must not
+    contain other files."""
     root: Path = mark("place", Path())
     """Directory that local files of the sources are relative to."""
     kind: Literal["text", "instruct"] = "text"
-    """What rows are: documents for continual pre-training, or instructions with responses."""
+    """Kind of rows: documents for continual pre-training, or instructions with responses."""
     tokenizer: str | None = None
-    """Hub id, directory or sentencepiece .model file, relative to root if it exists there. Give this or
+    """Hub id, directory or sentencepiece .model file, relative to root if it exists there. Set this or
     train_tokenizer."""
     train_tokenizer: int | None = Field(None, gt=0)
     """Number of pieces of a sentencepiece model to train on the sources."""
     tokenizer_revision: str | None = None
     """Commit of the hub tokenizer."""
     sources: list[Source] = Field(min_length=1)
-    """Where the training rows come from."""
+    """Sources of the training rows."""
     validation: list[Source] | dict[str, list[Source]] = []
     """Sources of the validation set, or of several by name: {home: [...], abroad: [...]}. Each set is
     measured, and no row of it is trained on."""
     validation_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of the sources' rows that is split off for validation, by content hash, when `validation` is
-    empty."""
+    """Share of the sources' rows that is used for validation, by content hash, if `validation` is empty."""
     validation_group: str | None = mark(SET, None, min_length=1)
-    """Column whose value keeps rows together when validation_fraction splits them, so that all answers to one
-    question are on one side."""
-    sequence_len: int = Field(256, gt=1, le=MOST_TOKENS)
+    """Column that groups rows: validation_fraction keeps rows with the same value together, for example all
+    answers to one question."""
+    sequence_len: int = Field(256, gt=1, le=MAX_TOKENS)
     """Tokens per row."""
     shards: int = Field(4, gt=0, le=99_999)
-    """Files per split; also the unit of parallel work."""
+    """Files per split, and the unit of parallel work."""
     template: Literal["alpaca", "chat", "chat_template", "chatml", "llama3"] = mark("instruct", "alpaca")
-    """How instructions are written as text: Alpaca's prompt, a plain transcript (`chat`), the tokenizer's own
-    chat template, or for a base model whose tokenizer has the special tokens but no template, `chatml` or
-    `llama3`, which the prepared tokenizer then has."""
+    """Text form of instructions: Alpaca's prompt, a plain transcript (`chat`), the tokenizer's
+    `chat_template`, or `chatml` or `llama3` for a base model whose tokenizer has the special tokens but no
+    template. The prepared tokenizer gets the template."""
     reasoning: Literal["keep", "drop", "mask_empty"] = mark("chat", "mask_empty")
-    """What is learned of reasoning in a chat template. `mask_empty`: all that the template writes, but no
-    thinking block that is empty. `keep`: all. `drop`: the row's reasoning is removed before it is written."""
+    """Loss on reasoning in a chat template. `mask_empty`: on everything that the template writes except empty
+    thinking blocks. `keep`: on everything. `drop`: the row's reasoning is removed."""
     template_variables: dict[str, Any] = mark("chat", {})
     """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD, default
-    2026-01-01) is what a template gets that asks for today's date."""
+    2026-01-01) is the current date for the template."""
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
-    """What happens to examples longer than a block."""
+    """Treatment of examples that are longer than a block."""
     limit_rows: int | None = Field(None, gt=0)
-    """Training rows (documents or examples, copies included) over all sources at most."""
+    """Most training rows (documents or examples, copies included) of all sources."""
     limit_tokens: int | None = Field(None, gt=0)
-    """Training tokens over all sources at most."""
+    """Most training tokens of all sources."""
     strict: bool = mark("report", True)
-    """A broken line or a missing column ends preparation; false counts it as a rejected row."""
+    """Whether a broken line or a missing column is an error. false counts it as a rejected row."""
     max_chars: int = Field(10_000_000, gt=0)
     """Longer rows are rejected."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """`exact` drops equal rows; `near` also drops rows whose MinHash similarity reaches near_threshold, in
-    instructions that of the user's words and of the responses both; `none` keeps all, and what is trained on
-    may then be held out too."""
+    """`exact` drops equal rows; `near` also drops rows whose MinHash similarity reaches near_threshold (in
+    instructions, of the prompts and of the responses). `none` keeps all rows, and validation rows may then
+    also be training rows."""
     near_threshold: float = mark("near", 0.8, gt=0, lt=1)
     """Jaccard similarity from which two rows count as near duplicates."""
     contamination: str | None = mark("report", None)
-    """Directory under root whose `<task>/test.jsonl` rows are looked for in the training text."""
+    """Directory under root whose `<task>/test.jsonl` rows are searched in the training text."""
     contamination_ngram: int = mark("contamination", 8, ge=3)
     """Number of consecutive words that count as an overlap."""
     seed: int = 0
@@ -188,18 +186,18 @@ class DataConfig(Section):
     @field_validator("validation", mode="before")
     @classmethod
     def _one_set_or_several(cls, tree: Any) -> list[Source] | dict[str, list[Source]]:
-        """Decided by what is given, so that a mistake within is named by its own place."""
+        """Choose the type by the value, so that errors name the exact key."""
         if not isinstance(tree, dict):
             return TypeAdapter(list[Source]).validate_python(tree)
         sets = TypeAdapter(Sets).validate_python(tree)
-        if len({name.lower() for name in sets}) < len(sets):  # one directory, on some file systems
-            raise ValueError("two names differ in case alone; rename one")
+        if len({name.lower() for name in sets}) < len(sets):  # the same directory on some file systems
+            raise ValueError("two names differ only in case. Rename one")
         return sets or []
 
     @field_validator("template_variables")
     @classmethod
     def _as_json(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        """Return the variables as JSON values: YAML reads a day as a date."""
+        """Return the variables as JSON values: YAML parses a day as a date."""
         try:
             tree: dict[str, Any] = json.loads(json.dumps(variables, default=str, allow_nan=False))
         except ValueError:
@@ -209,29 +207,29 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
         if (self.tokenizer is None) == (self.train_tokenizer is None):
-            raise ValueError("give exactly one of tokenizer and train_tokenizer")
+            raise ValueError("set exactly one of tokenizer and train_tokenizer")
         if self.validation and self.validation_fraction:
-            raise ValueError("give validation or validation_fraction, not both")
+            raise ValueError("set validation or validation_fraction, not both")
         if self.validation_group and not self.validation_fraction:
             raise ValueError("validation_group needs validation_fraction")
         if self.by_chat_template and self.train_tokenizer:
             raise ValueError(f"template: {self.template} needs the tokenizer of a model, not train_tokenizer")
         if not self.by_chat_template and (self.reasoning != "mask_empty" or self.template_variables):
             raise ValueError("reasoning and template_variables are for chat templates; set template to one")
-        if taken := next((name for name in self.template_variables if name in GIVEN), None):
-            raise ValueError(f"template_variables: {taken} comes from the rows; remove it")
+        if reserved := next((name for name in self.template_variables if name in GIVEN), None):
+            raise ValueError(f"template_variables: {reserved} comes from the rows. Remove it")
         try:
             fixed_date(self.template_variables)
         except (TypeError, ValueError):
             raise ValueError("template_variables: date must be a day, such as 2026-01-31") from None
-        every = [source for split in self.splits for source in self.sources_of(split)]
-        parts = COLUMNS[self.kind]
-        for part in (part for source in every for part in source.columns or () if part not in parts):
+        sources = [source for split in self.splits for source in self.sources_of(split)]
+        parts = PARTS[self.kind]
+        for part in (part for source in sources for part in source.columns or () if part not in parts):
             raise ValueError(
-                f"columns: {part} is no part of a row of kind {self.kind}; write part: column, the parts are "
-                f"{', '.join(parts)}"
+                f"columns: {part} is not a part of a row of kind {self.kind}. Write part: column, the "
+                f"parts are {', '.join(parts)}"
             )
-        if any(source.format == "tokens" for source in every):
+        if any(source.format == "tokens" for source in sources):
             if self.kind == "instruct":
                 raise ValueError("format: tokens is for kind: text; instructions need their text")
             if self.train_tokenizer or self.contamination:
@@ -241,7 +239,7 @@ class DataConfig(Section):
 
     @property
     def by_chat_template(self) -> bool:
-        """Return whether a chat template of a tokenizer writes the examples."""
+        """Return whether a chat template writes the examples."""
         return self.kind == "instruct" and by_chat_template(self.template)
 
     @property
@@ -253,7 +251,7 @@ class DataConfig(Section):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return the data sets that are prepared, by directory; the training data first."""
+        """Return the directories of the prepared data sets, the training data first."""
         return (TRAIN, *map(split_of, self.validation_sets))
 
     def sources_of(self, split: str) -> list[Source]:
@@ -270,7 +268,7 @@ class DataConfig(Section):
 
 
 def by_chat_template(template: str) -> bool:
-    """Return whether a value of data.template, with a version or without, names a chat template."""
+    """Return whether a value of data.template, with or without a version, names a chat template."""
     return template.partition("/")[0] in ("chat_template", *BUILT_IN)
 
 
@@ -279,13 +277,13 @@ def split_of(name: str) -> str:
     return VALIDATION if name == VALIDATION else f"{VALIDATION}-{name}"
 
 
-def set_called(name: str) -> str:
-    """Return a validation set for a message."""
+def describe_set(name: str) -> str:
+    """Return the name of a validation set for messages."""
     return "validation set" if name == VALIDATION else f"validation set {name}"
 
 
 def splits_made(prepared: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the splits that go with the `settings` of prepared data, which anybody may have written."""
+    """Return the splits of prepared data with these `settings`, which may be from an untrusted file."""
     sets = prepared.get("validation")
     if isinstance(sets, dict):
         return (TRAIN, *(split_of(name) for name in sets if re.fullmatch(NAME, name)))
@@ -295,13 +293,13 @@ def splits_made(prepared: Mapping[str, Any]) -> tuple[str, ...]:
 def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | None = None) -> DataConfig:
     """Return the `data` section of a recipe.
 
-    recipe: the model of all sections, of which those that are there are checked as well. This package knows
-    one of them only.
+    recipe: the model of all sections. The other sections of the recipe are checked with it.
     """
     inner = re.sub(r"\.(gz|zst|bz2|xz)$", "", path.name.lower())
     if inner.endswith((*DATA_FILES, ".ndjson", ".jsonlines")) and path.suffix != ".json":
         raise UserError(
-            f"{path} is data, not a recipe; emo sniff {path} writes one to begin with", code="data-not-recipe"
+            f"{path} is data, not a recipe. Run emo sniff {path} to get a recipe for it",
+            code="data-not-recipe",
         )
     tree = read_recipe(path, overrides)
     if "data" not in tree:
@@ -313,22 +311,22 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
     if recipe is not None:
         check_section(recipe, tree, "", may_lack=KEYS)
     config = parse_section(DataConfig, tree["data"], "data")
-    model = tree.get("model")  # which cannot read longer rows, as training would say much later
-    where = model.get("path") if isinstance(model, dict) else None
+    model = tree.get("model")  # training would find too long rows much later
+    path_of_model = model.get("path") if isinstance(model, dict) else None
     context = None
-    if isinstance(where, str):
-        reject_adapter(Path(where))
-        context = context_of(Path(where))
+    if isinstance(path_of_model, str):
+        reject_adapter(Path(path_of_model))
+        context = context_of(Path(path_of_model))
     if context is not None and config.sequence_len > context:
         raise UserError(
             f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
-            f"{where}; set data.sequence_len={context} or less"
+            f"{path_of_model}. Set data.sequence_len={context} or less"
         )
     return config
 
 
 def context_of(model: Path) -> int | None:
-    """Return the tokens that the model in a directory reads at most, where its config.json says so."""
+    """Return the context length of the model in a directory, or None if its config.json has none."""
     tree = None
     with contextlib.suppress(OSError, ValueError):
         tree = read_json(model / "config.json")
@@ -336,22 +334,22 @@ def context_of(model: Path) -> int | None:
 
 
 def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:
-    """Return what decides the prepared data, as JSON values; fields without effect are null.
+    """Return the settings that decide the prepared data, as JSON values. Fields without effect are null.
 
-    With `reports` all that decides what `prepare` does, without only what changes the rows.
+    Without `reports`, only settings that change the rows are returned.
     """
-    tree: dict[str, Any] = _decisive(config, reports)
-    if isinstance(config.validation, dict):  # whose order a mapping in JSON does not keep
+    tree: dict[str, Any] = _effective_fields(config, reports)
+    if isinstance(config.validation, dict):  # JSON mappings have no order
         tree["validation_sets"] = list(config.validation_sets)
     return tree | {"template_version": VERSIONS[config.template] if config.kind == "instruct" else None}
 
 
-def _decisive(value: Any, reports: bool) -> Any:
-    """Return a value as JSON, with what is decisive of the sections in it."""
+def _effective_fields(value: Any, reports: bool) -> Any:
+    """Return a value as JSON, with only the fields of sections that have an effect."""
     if isinstance(value, dict):
-        return {key: _decisive(item, reports) for key, item in value.items()}
+        return {key: _effective_fields(item, reports) for key, item in value.items()}
     if isinstance(value, list):
-        return [_decisive(item, reports) for item in value]
+        return [_effective_fields(item, reports) for item in value]
     if not isinstance(value, Section):
         return value
     tree = {}
@@ -359,21 +357,21 @@ def _decisive(value: Any, reports: bool) -> Any:
         name, item = mark_of(type(value), key), getattr(value, key)
         if name == "place" or (name in REPORTS and not reports) or (name == SET and item is None):
             continue
-        tree[key] = None if name in USED and not USED[name](value) else _decisive(item, reports)
+        tree[key] = None if name in USED and not USED[name](value) else _effective_fields(item, reports)
     return tree
 
 
 def differences(
     prepared: Mapping[str, Any], config: DataConfig, reports: bool = True
 ) -> list[tuple[str, Any, Any]]:
-    """Return where the `settings` of prepared data differ from those of a configuration: key, was, is now."""
+    """Return how a configuration differs from prepared `settings`: key, old value, new value."""
     ignored = set() if reports else set.union(*(marked(DataConfig, name) for name in REPORTS))
     was = {key: value for key, value in prepared.items() if key not in ignored}
     return list(_differences("data", was, settings(config, reports)))
 
 
 def _differences(key: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where two trees of JSON values differ; lists of different length differ as a whole."""
+    """Yield the differences of two JSON values. Lists of different length are one difference."""
     if isinstance(was, dict) and isinstance(now, dict):
         for inner in dict.fromkeys((*now, *was)):
             yield from _differences(f"{key}.{inner}", was.get(inner), now.get(inner))
@@ -385,20 +383,20 @@ def _differences(key: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]
 
 
 def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataConfig) -> None:
-    """Raise UserError when the rows in `directory` are not those that the recipe describes.
+    """Raise UserError if the rows in a directory differ from the recipe.
 
-    prepared: the settings in its manifest. Fields that change no row may differ.
+    prepared: the settings in the manifest. Fields that do not change rows may differ.
     """
     changed = differences(prepared, config, reports=False)
     if changed:
         raise UserError(
-            f"{directory} was {described(changed)}; give the same overrides to both commands, or run prepare "
-            f"again with --force or another data.dir",
+            f"{directory} was {describe_differences(changed)}. Use the same overrides for both commands, or "
+            "run prepare again with --force or another data.dir",
             code="settings-differ",
         )
 
 
-def described(changed: list[tuple[str, Any, Any]]) -> str:
-    """Return differences as a part of a message."""
-    parts = (f"{key}={format_value(was)}, the recipe says {format_value(now)}" for key, was, now in changed)
+def describe_differences(changed: list[tuple[str, Any, Any]]) -> str:
+    """Return differences for messages."""
+    parts = (f"{key}={format_value(was)}, the recipe has {format_value(now)}" for key, was, now in changed)
     return one_line(f"prepared with {'; with '.join(parts)}", 800)

@@ -1,36 +1,36 @@
-"""`prepare`: a recipe's data section -> tokenizer, shards and manifests. Runs again without harm.
+"""`prepare`: the data section of a recipe -> tokenizer, shards and manifests. It can be repeated.
 
-First all jobs read the sources and one of them decides, which gives what all share:
-    data_prep.json      the mark of a directory that was made here: nothing is removed without it
+First all jobs read the sources, and one of them makes the files that all jobs share:
+    data_prep.json      marks a directory made by prepare: nothing is removed without it
     tokenizer/          saved, or trained
-    grams.npz           of the tasks' test rows, if data.contamination is set
-    settings.json       all that decides the content; later jobs must have the same
-    plan.parquet        which rows each shard takes; written last
-Until the plan is there, these lie in `.new`, with the parts of the scan: they stay when jobs die, and the
-next ones go on from them as long as settings and sources are those that they were made from.
+    grams.npz           n-grams of the tasks' test rows, if data.contamination is set
+    settings.json       all settings that decide the content. Later jobs must have the same
+    plan.parquet        the rows of each shard. Written last
+Until the plan is complete these files are in `.new`, with the parts of the scan. They stay when jobs die. The
+next jobs continue from them if their settings and sources are the same.
 
-Then every job makes, if it is not there or not as it was made:
-    train/, validation/ its shards, each with a note that it is whole; validation-NAME/ of a set with a name
-    manifest.json       of each split whose shards are all whole; whichever job finishes last
-    hashes.json         of sources and shards, so that the next job need not compute them
-A job that dies leaves nothing that is believed; it is simply started again.
+Then every job makes the missing or changed ones of:
+    train/, validation/ its shards, each with a note that it is complete. validation-NAME/ for a named set
+    manifest.json       of each split whose shards are all complete. Written by the job that finishes last
+    hashes.json         hashes of sources and shards, so that the next job need not compute them
+If a job dies, start it again: incomplete files are made again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from emo.common.cli.progress import progress
-from emo.common.errors import FailureError, UserError, one_line
+from emo.common.errors import UserError, one_line
 from emo.common.io.files import (
     PART,
     Hashes,
@@ -43,26 +43,25 @@ from emo.common.io.files import (
     write_text,
 )
 from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
-from emo.common.io.untrusted import read_json
 from emo.common.parallel import WorkerPool
 from emo.common.text import counted
 
-from .config import (
-    FORMAT,
-    TRAIN,
-    VALIDATION,
-    DataConfig,
-    context_of,
-    described,
-    differences,
-    settings,
+from .checks import (
+    PlannedInputs,
+    check_inputs,
+    check_settings,
+    check_tokenizer,
+    hash_content,
+    local_file,
+    planned_inputs,
+    read_chat_template,
 )
-from .encoding.chat_templates import BUILT_IN, ChatTemplate, read_template
+from .config import FORMAT, TRAIN, VALIDATION, DataConfig, context_of, settings
+from .encoding.chat_templates import BUILT_IN
 from .encoding.chats import check_template
 from .encoding.tokenizer import (
     FILES,
     TokenizerFacts,
-    chat_template,
     read_tokenizer,
     require_end,
     save_tokenizer,
@@ -71,40 +70,40 @@ from .encoding.tokenizer import (
     train_sentencepiece,
 )
 from .selection import contamination
-from .selection.plan import SPILL, Part, Plan, limit_tokens, select
+from .selection.plan import Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
+from .selection.select import SPILL, select
+from .selection.token_limit import limit_tokens
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
-from .shards.format import (
-    MANIFEST,
-    ShardInfo,
-    manifest_text,
-    read_manifest,
-    shard_name,
-    token_dtype,
-)
+from .shards.format import MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
 from .shards.reencode import PlainEncoder, ShardCheck
 from .shards.scores import ABOUT, BEGUN, HASH, SCORES
 from .shards.write import (
     PLAN,
     SETTINGS,
     TOKENIZER,
-    columns_read,
-    left_out,
-    losses,
-    manifest_of,
+    describe_columns,
+    describe_left_out,
+    describe_losses,
+    make_manifest,
     overlap_path,
     read_note,
     write_shard,
 )
-from .sources.inputs import AGAIN, Input, is_saved, open_inputs
+from .sources.files import AGAIN
+from .sources.hub import is_saved
+from .sources.reader import SourceReader
 from .sources.rows import plain_text, take
 
 MARKER, GRAMS = "data_prep.json", "grams.npz"
 HASHES, OVERLAP = "hashes.json", "contamination.json"
-NEW, SCAN = ".new", "scan"  # what planning jobs have made so far; in it, parts of the scan
-ROWS, LIMITED = "rows.parquet", "limited.parquet"  # in .new: what is selected, before the plan is whole
-PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decides, and of all that run
+NEW, SCAN = ".new", "scan"  # the directory of planning jobs, and in it the parts of the scan
+ROWS, LIMITED = "rows.parquet", "limited.parquet"  # in .new: the selected rows, before the plan is complete
+PLANNING, JOBS = ".planning", ".jobs"  # leases of the planning job, and of all running jobs
 NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
+TRAINING_CHARS = 50_000_000  # most characters to train a tokenizer on
+
+# Patterns of files that prepare makes.
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
 SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*", f"{NEW}/{SPILL}/*")
 UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*", f"{NEW}/{SCAN}/*/*")
@@ -113,82 +112,98 @@ OF_SCORES = tuple(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{H
 SPLITS = (TRAIN, VALIDATION, f"{VALIDATION}-*")
 OF_SPLITS = tuple(f"{split}/{name}" for split in SPLITS for name in (*OF_SPLIT, *OF_SCORES))
 OF_ALL = (*SHARED, HASHES, f".*{PART}")
-TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
 
 Say = Callable[[str], None]
+
+
+class _Loaded(NamedTuple):
+    """A finished plan, and what is needed to make its shards."""
+
+    plan: Plan
+    sources: PlannedInputs
+    tokenizer: Tokenizer
 
 
 def prepare(
     config: DataConfig, shard: tuple[int, int], workers: int, force: bool, finish: bool, say: Say
 ) -> None:
-    """Make this job's shards, and whatever they need first.
+    """Make the shards of one job, and all files that they need. Raises UserError.
 
-    shard: (i, n), job i of n. force: start over. finish: only write the manifests. Raises UserError.
+    Args:
+        config: the data section of the recipe.
+        shard: (i, n), this is job i of n.
+        workers: number of worker processes.
+        force: discard prepared data and start over.
+        finish: make no shards, only write the manifests.
+        say: prints a line for the user.
     """
     if force and shard[1] > 1:
         raise UserError(
-            "--force with --shard would discard other jobs' shards; run it once without --shard",
+            "--force with --shard would discard the shards of other jobs. Run it once without --shard",
             code="force-with-shard",
         )
     claim_directory(config.dir, MARKER, NOTE, "data.dir")
     job = Preparation(config, workers, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk(config.dir))
-        with job.alone():
+        with job.lock_planning():
             if force or not (config.dir / PLAN).is_file():
                 job.begin(force)
             else:
-                job.clear()  # what a job that died had still to clear
+                job.clear()  # files of a job that died
             stack.enter_context(register_user(config.dir / JOBS))
         if not (config.dir / PLAN).is_file():
             scan = job.scan(shard[0] / shard[1])
-            with job.alone():
+            with job.lock_planning():
                 if not (config.dir / PLAN).is_file():
-                    if not (job.new / SETTINGS).is_file():  # a job died as it put all in place
+                    if not (job.new / SETTINGS).is_file():  # a job died while it published the plan
                         job.set_up()
-                    job.decide(scan)
+                    job.make_plan(scan)
         hashes = Hashes(config.dir / HASHES)
-        plan, inputs, tokenizer = job.load(hashes)
-        todo = [] if finish else job.missing(hashes, shard)
-        if todo:
-            job.make(plan, inputs, tokenizer, todo, hashes)
-        sealed = [job.seal(plan, split, finish) for split in config.splits]
-        if not todo and all(sealed):
+        loaded = job.load(hashes)
+        missing = [] if finish else job.find_missing(hashes, shard)
+        if missing:
+            job.make_shards(loaded, missing, hashes)
+        sealed = [job.seal(loaded.plan, split, finish) for split in config.splits]
+        if not missing and all(sealed):
             say(f"{config.dir} is already prepared; nothing to do")
-        elif not todo and not finish:
-            say(f"all shards of job {shard[0]}/{shard[1]} are there")
+        elif not missing and not finish:
+            say(f"all shards of job {shard[0]}/{shard[1]} exist")
         hashes.save()
-    lost = left_out(plan.summary)
+    lost = describe_left_out(loaded.plan.summary)
     for split in config.splits:
-        lost += [f"{split}: {line}" for line in losses(config, split, list(job.notes(split).values()))]
+        notes = list(job.read_notes(split).values())
+        lost += [f"{split}: {line}" for line in describe_losses(config, split, notes)]
     say(f"{config.dir}: cut or dropped: {'; '.join(lost) or 'nothing'}")
 
 
 class Preparation:
-    """One job's share in the preparation of a directory."""
+    """The work of one job in the preparation of a directory."""
 
     def __init__(self, config: DataConfig, workers: int, say: Say) -> None:
         self.config, self.workers, self.say = config, workers, say
         self.new = config.dir / NEW
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which no other job sets up or decides."""
+    # --- planning -----------------------------------------------------------------------------------------
+
+    def lock_planning(self) -> AbstractContextManager[None]:
+        """Return a context in which no other job plans."""
         return wait_and_hold(
             Lease(self.config.dir / PLANNING, "plan"),
             lambda holder: self.say(f"another job is planning ({holder}); waiting for it"),
         )
 
     def begin(self, force: bool) -> None:
-        """Set up the plan, unless other jobs are making it: then it must be of the same settings.
+        """Set up the plan, unless other jobs with the same settings are making it.
 
-        Under `force` it is also made, before another job can begin: what is there is cleared when all is made
-        and nothing can fail any more.
+        With `force` the plan is also made, before another job can begin. Prepared data are only cleared when
+        the new plan is complete and nothing can fail any more.
         """
         directory = self.config.dir
         others = living_users(directory / JOBS)
         if others and (force or not (self.new / SETTINGS).is_file()):
             raise UserError(
-                f"another job ({others[0]}) is working in {directory}; wait for it, or set another data.dir",
+                f"another job ({others[0]}) is using {directory}. Wait for it, or set another data.dir",
                 code="in-use",
             )
         if others:
@@ -198,27 +213,26 @@ class Preparation:
             check_settings(self.config, directory)
         if not force and any(directory.glob(f"*/{MANIFEST}")):
             raise UserError(
-                f"{directory} holds prepared data, but its {PLAN} is gone; run prepare with --force",
-                code="plan-gone",
+                f"{directory} holds prepared data without {PLAN}. Run prepare with --force", code="plan-gone"
             )
         patterns = (*OF_ALL, *OF_SPLITS, *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
         other = next(find_foreign_files(directory, patterns), None)
         if other is not None:
             raise UserError(
-                f"{other} was not made by prepare; move it away, or set another data.dir", code="foreign-file"
+                f"{other} was not made by prepare. Move it, or set another data.dir", code="foreign-file"
             )
         self.set_up(force)
         if force:
             try:
-                self.decide(self.scan(0, alone=True))
+                self.make_plan(self.scan(0, alone=True))
             finally:
                 self.clear()
 
     def set_up(self, force: bool = False) -> None:
-        """Make what takes no scan, in `.new`; last the settings, which say that it is there.
+        """Make the files in `.new` that need no scan. The settings come last and mark them as complete.
 
-        force: parts of an earlier scan are not believed either. Raises UserError for all that can be wrong
-        before the rows are read.
+        With `force` the parts of an earlier scan are removed too. Raises UserError for all errors that can be
+        found before the rows are read.
         """
         config, say = self.config, self.say
         remove_matching(config.dir, UNFINISHED if force else SET_UP)
@@ -227,26 +241,20 @@ class Preparation:
         try:
             inputs = planned_inputs(config)
             say(f"reading {counted(len(inputs), 'input')}")
-            for opened in inputs:
-                if opened.source.hub and not opened.source.revision and not is_saved(Path(opened.source.hub)):
-                    say(f"note: {opened.name} is not pinned; set its revision to prepare the same data again")
-            if config.tokenizer is not None:  # first what may be misspelt, then the scan, which takes longer
-                local = config.root / config.tokenizer
-                if (context := context_of(local)) is not None and config.sequence_len > context:
-                    say(
-                        f"note: blocks of {config.sequence_len} tokens are longer than the context of "
-                        f"{context} of the model in {local}, which cannot be trained on them"
-                    )
-                source = local if local.exists() else config.tokenizer
-                save_tokenizer(source, config.tokenizer_revision, self.new / TOKENIZER)
+            for reader in inputs:
+                if reader.source.hub and not reader.source.revision and not is_saved(Path(reader.source.hub)):
+                    say(f"note: {reader.name} is not pinned. Set its revision to prepare the same data again")
+            if config.tokenizer is not None:  # may be misspelt, so before the scan, which takes longer
+                self._save_tokenizer(config.tokenizer)
             if config.contamination is not None:
                 grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
                 contamination.save(grams, self.new / GRAMS)
-            if (chat := self.chat(self.new)) is not None:
+            chat = read_chat_template(config, self.new)
+            if chat is not None:
                 for note in check_template(chat):
                     say(note)
-            for opened in inputs:
-                opened.probe()
+            for reader in inputs:
+                reader.probe()
             if chat is not None and config.template in BUILT_IN:
                 set_chat_template(self.new / TOKENIZER, chat.text)
             tree = settings(config) | {"format": FORMAT}
@@ -255,104 +263,122 @@ class Preparation:
             self.clear(SET_UP)
             raise
 
+    def _save_tokenizer(self, name: str) -> None:
+        """Save the recipe's tokenizer, and warn about rows that are too long for its model."""
+        local = self.config.root / name
+        if (context := context_of(local)) is not None and self.config.sequence_len > context:
+            self.say(
+                f"note: blocks of {self.config.sequence_len} tokens are longer than the context of {context} "
+                f"of the model in {local}, which cannot be trained on them"
+            )
+        source = local if local.exists() else name
+        save_tokenizer(source, self.config.tokenizer_revision, self.new / TOKENIZER)
+
     def clear(self, patterns: tuple[str, ...] = UNFINISHED) -> None:
-        """Remove what was made in `.new`."""
+        """Remove files in `.new`."""
         remove_matching(self.config.dir, patterns)
         for directory in (self.new / SCAN, self.new):
             with contextlib.suppress(OSError):
                 directory.rmdir()
 
-    def chat(self, directory: Path) -> ChatTemplate | None:
-        """Return the template of the tokenizer saved in a directory, where the recipe asks for it."""
-        if not self.config.by_chat_template:
-            return None
-        config = self.config
-        chosen = config.template, config.template_variables, config.reasoning
-        return read_template(directory / TOKENIZER, str(config.tokenizer), *chosen)
-
     def scan(self, first: float, alone: bool = False) -> Scan:
-        """Read the sources, beside other jobs; `first`: see `Scan.run`.
+        """Read the sources, together with other jobs.
 
-        alone: no other job can make the plan meanwhile, the one that is there is to be made again.
+        first: where to begin, see `Scan.run`. alone: no other job can finish the plan, which is made again.
         """
-        scan = Scan(self.config, planned_inputs(self.config), self.chat(self.new), self.new / SCAN)
+        chat = read_chat_template(self.config, self.new)
+        scan = Scan(self.config, planned_inputs(self.config), chat, self.new / SCAN)
         plan = self.config.dir / PLAN
         scan.run(first, self.workers, lambda: not alone and plan.is_file(), self.say)
         return scan
 
-    def decide(self, scan: Scan) -> None:
-        """Make the plan of what has been scanned, and let it and what belongs to it take the place of others.
+    def make_plan(self, scan: Scan) -> None:
+        """Make the plan of the scanned rows and publish it with its files.
 
-        Raises UserError when that leaves nothing to train on.
+        Raises UserError if nothing is left to train on.
         """
         config, say, inputs = self.config, self.say, scan.inputs
         parts = [scan.parts[unit.number] for unit in scan.units]
-        plan = select(config, inputs, parts, self.new / ROWS, self.workers, scan.fault)
+        plan = select(config, inputs, parts, self.new / ROWS, self.workers, scan.first_fault)
         summary = plan.summary
         if scan.chat is not None:
             summary["chat_template"] = scan.chat.digest
-        total, characters = int(plan.ends[-1]), summary["chars"][TRAIN]
-        say(f"{counted(total, 'row')} read; {counted(characters, 'character')} of them to train on")
-        if config.train_tokenizer is None:
-            facts = tokenizer_facts(self.new / TOKENIZER)
-        else:
-            say(f"training a tokenizer of {config.train_tokenizer} pieces")
-            # An even sample of the rows if there is much text; other rows are not parsed.
-            taken = plan.training(inputs, config.shards, 1 + characters // TRAINING_CHARS)
-            rows = (row for part in taken for row in take(part.payload, part.spec, part.copies.tolist()))
-            model = self.new / TOKENIZER / "tokenizer.model"
-            train_sentencepiece(map(plain_text, rows), config.train_tokenizer, model)
-            facts = save_tokenizer(model, None, self.new / TOKENIZER)
+        characters = counted(summary["chars"][TRAIN], "character")
+        say(f"{counted(int(plan.ends[-1]), 'row')} read; {characters} of them to train on")
+        facts = self._plan_tokenizer(plan, inputs)
         if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
             say(note)
         summary["tokenizer"] = facts._asdict()
-        hashes = Hashes(config.dir / HASHES)  # so that the next job need not compute them
-        for opened, source in zip(inputs, summary["sources"], strict=True):
-            path = local_file(opened)
-            if path is not None and "bytes" in source:
-                hashes.remember(path, opened.state[0], source["sha256"])
-            elif path is not None and BEYOND_LIMIT not in source:
-                source["content"] = content(path, hashes)
-        encode = self.encode_settings(plan, self.new)
+        hashes = self._hash_sources(plan, inputs)
+        encode = self._encode_settings(plan, self.new)
         summary["by_words"] = words_agree(encode, plan, inputs)
         if not summary["by_words"]:
-            say("note: with this tokenizer words get other ids than whole texts; words are not cached")
+            say("note: with this tokenizer words have other ids than complete texts; words are not cached")
         if config.limit_tokens is not None:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
             with WorkerPool(self.workers, counting, encode) as pool:
                 plan = limit_tokens(config, plan, inputs, pool, self.new / LIMITED)
-        say(f"not used: {'; '.join(left_out(summary)) or 'nothing'}")
-        for line in (*columns_read(summary), *summary.pop("notes")):
+        say(f"not used: {'; '.join(describe_left_out(summary)) or 'nothing'}")
+        for line in (*describe_columns(summary), *summary.pop("notes")):
             say(line)
         plan.save(self.new / PLAN)
-        (config.dir / PLAN).unlink(missing_ok=True)  # first, as it vouches for the rest
-        remove_matching(config.dir, [f"{split}/{MANIFEST}" for split in SPLITS])
-        remove_matching(config.dir, (*OF_SPLITS, *OF_ALL))
-        for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
-            if (self.new / name).exists():
-                (self.new / name).replace(config.dir / name)
+        self._publish()
         hashes.save()
         self.clear()
 
-    def encode_settings(self, plan: Plan, directory: Path) -> EncodeSettings:
-        """Return what workers need to encode; `directory` holds the tokenizer and the grams."""
+    def _plan_tokenizer(self, plan: Plan, inputs: list[SourceReader]) -> TokenizerFacts:
+        """Return the facts of the tokenizer. It may be trained on the planned rows."""
+        config = self.config
+        if config.train_tokenizer is None:
+            return tokenizer_facts(self.new / TOKENIZER)
+        self.say(f"training a tokenizer of {config.train_tokenizer} pieces")
+        # An even sample of the rows if there is much text. Other rows are not parsed.
+        step = 1 + plan.summary["chars"][TRAIN] // TRAINING_CHARS
+        parts = plan.training_sample(inputs, config.shards, step)
+        rows = (row for part in parts for row in take(part.payload, part.spec, part.copies.tolist()))
+        model = self.new / TOKENIZER / "tokenizer.model"
+        train_sentencepiece(map(plain_text, rows), config.train_tokenizer, model)
+        return save_tokenizer(model, None, self.new / TOKENIZER)
+
+    def _hash_sources(self, plan: Plan, inputs: list[SourceReader]) -> Hashes:
+        """Return hashes of the local sources, and add missing ones to the plan."""
+        hashes = Hashes(self.config.dir / HASHES)
+        for reader, source in zip(inputs, plan.summary["sources"], strict=True):
+            path = local_file(reader)
+            if path is not None and "bytes" in source:
+                hashes.remember(path, reader.state[0], source["sha256"])
+            elif path is not None and BEYOND_LIMIT not in source:
+                source["content"] = hash_content(path, hashes)
+        return hashes
+
+    def _publish(self) -> None:
+        """Move the plan and its files from `.new` to the directory, in place of older data."""
+        directory = self.config.dir
+        (directory / PLAN).unlink(missing_ok=True)  # first, as it makes the other files valid
+        remove_matching(directory, [f"{split}/{MANIFEST}" for split in SPLITS])
+        remove_matching(directory, (*OF_SPLITS, *OF_ALL))
+        for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
+            if (self.new / name).exists():
+                (self.new / name).replace(directory / name)
+
+    def _encode_settings(self, plan: Plan, directory: Path) -> EncodeSettings:
+        """Return the settings of encoding workers. `directory` holds the tokenizer and the n-grams."""
         config = self.config
         return EncodeSettings(
-            directory / TOKENIZER,
-            TokenizerFacts(**plan.summary["tokenizer"]),
-            config.template,
-            config.sequence_len,
-            config.overlong,
-            directory / GRAMS if config.contamination is not None else None,
-            plan.summary.get("by_words", True),
-            self.chat(directory),
+            directory=directory / TOKENIZER,
+            tokenizer=TokenizerFacts(**plan.summary["tokenizer"]),
+            template=config.template,
+            block=config.sequence_len,
+            overlong=config.overlong,
+            grams=directory / GRAMS if config.contamination is not None else None,
+            by_words=plan.summary.get("by_words", True),
+            chat=read_chat_template(config, directory),
         )
 
-    def load(self, hashes: Hashes) -> tuple[Plan, list[Input] | str, Tokenizer]:
-        """Return the plan, the inputs and the tokenizer, which must be those of the recipe and of the plan.
+    # --- shards -------------------------------------------------------------------------------------------
 
-        Where inputs are gone whose data are there, the second is the reason.
-        """
+    def load(self, hashes: Hashes) -> _Loaded:
+        """Return the plan, its sources and its tokenizer. Raises UserError if the recipe has others."""
         config = self.config
         check_settings(config, config.dir)
         try:
@@ -361,31 +387,12 @@ class Preparation:
             raise UserError(
                 f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}", code="plan-damaged"
             ) from None
-        inputs = check_inputs(config, plan, hashes)
-        planned = TokenizerFacts(**plan.summary["tokenizer"])
-        directories = [config.dir / TOKENIZER]
-        if config.tokenizer is not None and (config.root / config.tokenizer).exists():
-            directories.insert(0, config.root / config.tokenizer)
-        for directory in directories:
-            try:
-                same = tokenizer_facts(directory) == planned
-                if config.template == "chat_template" and config.by_chat_template:
-                    same = same and chat_template(directory) == chat_template(config.dir / TOKENIZER)
-                chat = self.chat(config.dir)
-                same = same and (None if chat is None else chat.digest) == plan.summary.get("chat_template")
-                why = ""
-            except (UserError, OSError) as error:
-                same, why = False, f" ({one_line(error)})"
-            if not same:
-                raise UserError(
-                    f"{directory} is missing, damaged or not the tokenizer that {config.dir} was prepared "
-                    f"with{why}; {AGAIN}",
-                    code="tokenizer-changed",
-                )
-        return plan, inputs, read_tokenizer(config.dir / TOKENIZER)[0]
+        sources = check_inputs(config, plan, hashes)
+        check_tokenizer(config, plan)
+        return _Loaded(plan, sources, read_tokenizer(config.dir / TOKENIZER)[0])
 
-    def missing(self, hashes: Hashes, job: tuple[int, int]) -> list[int]:
-        """Return those of a job's shards that are not there, or not as note, manifest and hash say.
+    def find_missing(self, hashes: Hashes, job: tuple[int, int]) -> list[int]:
+        """Return the shards of a job that are missing, or differ from their note, manifest or hash.
 
         Shards are counted through all splits.
         """
@@ -410,94 +417,85 @@ class Preparation:
                     missing.append(split_number * config.shards + number)
         return missing
 
-    def make(
-        self, plan: Plan, inputs: list[Input] | str, tokenizer: Tokenizer, todo: list[int], hashes: Hashes
-    ) -> None:
-        """Make shards, counted through all splits."""
-        config, say = self.config, self.say
-        if isinstance(inputs, str):
+    def make_shards(self, loaded: _Loaded, shards: list[int], hashes: Hashes) -> None:
+        """Make shards, which are counted through all splits."""
+        plan, config = loaded.plan, self.config
+        if loaded.sources.problem:
             raise UserError(
-                f"{counted(len(todo), 'shard')} must be made again, but {inputs}", code="sources-gone"
+                f"{counted(len(shards), 'shard')} must be made again, but {loaded.sources.problem}",
+                code="sources-gone",
             )
-        encode = self.encode_settings(plan, config.dir)
-        dtype = token_dtype(encode.tokenizer.vocab_size)
-        plain = PlainEncoder(tokenizer, encode.tokenizer)
+        encode = self._encode_settings(plan, config.dir)
+        plain = PlainEncoder(loaded.tokenizer, encode.tokenizer)
         chars = plan.summary["chars"]
         copies = sum(source[split] for source in plan.summary["sources"] for split in chars)
-        row_size = sum(chars.values()) // max(1, copies)  # on average
-        size = sum(int(plan.rows(shard, shard + 1).copies.sum(dtype="int64")) for shard in todo) * row_size
+        row_size = sum(chars.values()) // max(1, copies)  # average
+        rows = sum(int(plan.rows(shard, shard + 1).copies.sum(dtype="int64")) for shard in shards)
+
+        def parts() -> Iterator[ShardPart]:
+            """Yield the parts of all shards: workers begin the next one while this process ends the last."""
+            for shard in shards:
+                yield from plan.parts(loaded.sources.inputs, shard)
+
         with (
             WorkerPool(min(self.workers, len(plan.pieces)), encoding, encode) as pool,
-            progress("tokenising", size, say) as advance,
+            progress("tokenising", rows * row_size, self.say) as advance,
         ):
-
-            def parts() -> Iterator[Part]:
-                """Yield the parts of all shards: workers begin the next while this process ends the last."""
-                for shard in todo:
-                    yield from plan.parts(inputs, shard)
-
-            def encoded() -> Iterator[Encoded]:
-                done = 0
-                for part in pool.map(parts()):
-                    done += part.documents * row_size
-                    advance(done)
-                    yield part
-
+            encoded = _report_progress(pool.map(parts()), row_size, advance)
             began, tokens = time.perf_counter(), 0
-            quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
-            groups = groupby(encoded(), lambda part: part.shard)
-            none: tuple[int, Iterator[Encoded]] = -1, iter(())
-            current, group = next(groups, none)
-            for shard in todo:
-                directory, number = config.dir / config.splits[shard // config.shards], shard % config.shards
+            for shard, sequences in _group_by_shard(shards, encoded):
                 check = ShardCheck(plain, config, encode.chat)
-                quota = quotas[shard] if shard < len(quotas) else None
-                rows = group if current == shard else none[1]  # a shard may have none
-                info = write_shard(directory, number, config, dtype, rows, check, quota)
-                if current == shard:
-                    current, group = next(groups, none)
-                tokens += info.tokens
-                path = directory / info.file
-                hashes.remember(path, signature(path), info.sha256)
-                say(
-                    f"{directory.name}/{info.file}: {counted(info.rows, 'row')}, "
-                    f"{counted(info.tokens, 'token')}"
-                )
+                tokens += self._write_shard(plan, shard, encode, sequences, check, hashes).tokens
             seconds = time.perf_counter() - began
             rate = f"{counted(tokens, 'token')} in {seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s"
-            say(f"shards made: {len(todo)}, {rate}")
+            self.say(f"shards made: {len(shards)}, {rate}")
+
+    def _write_shard(
+        self,
+        plan: Plan,
+        shard: int,
+        encode: EncodeSettings,
+        sequences: Iterator[Encoded],
+        check: ShardCheck,
+        hashes: Hashes,
+    ) -> ShardInfo:
+        config = self.config
+        directory = config.dir / config.splits[shard // config.shards]
+        quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
+        quota = quotas[shard] if shard < len(quotas) else None
+        dtype = token_dtype(encode.tokenizer.vocab_size)
+        info = write_shard(directory, shard % config.shards, config, dtype, sequences, check, quota)
+        path = directory / info.file
+        hashes.remember(path, signature(path), info.sha256)
+        self.say(
+            f"{directory.name}/{info.file}: {counted(info.rows, 'row')}, {counted(info.tokens, 'token')}"
+        )
+        return info
+
+    # --- manifests ----------------------------------------------------------------------------------------
 
     def seal(self, plan: Plan, split: str, required: bool) -> bool:
-        """Write the manifest of a split whose shards are all there; return whether it was there already.
+        """Write the manifest of a split whose shards are complete. Return whether it already existed.
 
-        required: it is an error that shards are still to be made.
+        With `required` missing shards are an error.
         """
-        config, directory, infos = self.config, self.config.dir / split, self.notes(split)
+        config, directory, infos = self.config, self.config.dir / split, self.read_notes(split)
         if len(infos) < config.shards:
             missing = [i for i in range(config.shards) if i not in infos]
-            report = f"{split}: {len(missing)} of {config.shards} shards are still to be made"
+            report = f"{split}: {len(missing)} of {config.shards} shards are missing"
             if required:
                 raise UserError(
                     f"{report}, the first is {shard_name(missing[0], config.shards)}", code="shards-missing"
                 )
             self.say(report)
             return False
-        manifest = manifest_of(config, plan.summary, split, list(infos.values()))
+        manifest = make_manifest(config, plan.summary, split, list(infos.values()))
         file, text = directory / MANIFEST, manifest_text(manifest)
         same = file.is_file() and file.read_bytes() == text.encode()
         if same and (config.contamination is None or (directory / OVERLAP).is_file()):
             return True
-        if config.contamination is not None:  # beside the manifest that is written next
-            paths = [overlap_path(directory, i, config.shards) for i in range(config.shards)]
-            notes = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-            hits = {gram for note in notes for gram in note["grams"]}
-            documents, n = sum(note["documents"] for note in notes), config.contamination_ngram
-            grams = contamination.load(config.dir / GRAMS)
-            overlap = contamination.report(grams, hits, documents, n)
-            write_text(directory / OVERLAP, json.dumps(overlap, indent=1, ensure_ascii=False) + "\n")
-            tasks = overlap["tasks"].items()
-            counts = ", ".join(f"{name} {task['overlapping']}/{task['rows']}" for name, task in tasks)
-            self.say(f"{split}: test rows that share {n} words with {documents:,} documents: {counts}")
+        if config.contamination is not None:
+            self._write_overlap(split)
         write_text(file, text)
         self.say(
             f"{directory}: {counted(manifest.rows, 'row')} of {config.sequence_len}, "
@@ -505,92 +503,44 @@ class Preparation:
         )
         return False
 
-    def notes(self, split: str) -> dict[int, ShardInfo]:
-        """Return the notes of a split's shards that are there, by number."""
+    def _write_overlap(self, split: str) -> None:
+        """Write the report of the test rows that share n-grams with a split."""
+        config, directory, n = self.config, self.config.dir / split, self.config.contamination_ngram
+        paths = [overlap_path(directory, i, config.shards) for i in range(config.shards)]
+        notes = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        hits = {gram for note in notes for gram in note["grams"]}
+        documents = sum(note["documents"] for note in notes)
+        overlap = contamination.report(contamination.load(config.dir / GRAMS), hits, documents, n)
+        write_text(directory / OVERLAP, json.dumps(overlap, indent=1, ensure_ascii=False) + "\n")
+        tasks = overlap["tasks"].items()
+        counts = ", ".join(f"{name} {task['overlapping']}/{task['rows']}" for name, task in tasks)
+        self.say(f"{split}: test rows that share {n} words with {documents:,} documents: {counts}")
+
+    def read_notes(self, split: str) -> dict[int, ShardInfo]:
+        """Return the notes of a split's complete shards, by number."""
         directory, shards = self.config.dir / split, self.config.shards
         notes = {i: read_note(directory, i, shards) for i in range(shards)}
         return {i: info for i, info in notes.items() if info is not None}
 
 
-def planned_inputs(config: DataConfig) -> list[Input]:
-    """Return the inputs. Raises UserError when one of them lies where prepared data are written."""
-    inputs = open_inputs(config)
-    read = [config.root / name for name in (config.tokenizer, config.contamination) if name is not None]
-    home = config.dir.resolve()
-    for path in (*filter(None, map(local_file, inputs)), *read):
-        if path.exists() and path.resolve().is_relative_to(home):
-            raise UserError(
-                f"{path} lies in data.dir={config.dir}, which is for prepared data; set another",
-                code="source-in-data-dir",
-            )
-    return inputs
+def _report_progress(
+    parts: Iterable[Encoded], row_size: int, advance: Callable[[int], None]
+) -> Iterator[Encoded]:
+    done = 0
+    for part in parts:
+        done += part.documents * row_size
+        advance(done)
+        yield part
 
 
-def local_file(opened: Input) -> Path | None:
-    """Return the local file or directory that an input of `files` reads."""
-    return opened.path if opened.source.files is not None and isinstance(opened.path, Path) else None
-
-
-def content(path: Path, hashes: Hashes) -> str:
-    """Return the hash of a file, or of all files of a directory and their names."""
-    if path.is_file():
-        return hashes.sha256(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    listed = [[str(file.relative_to(path)), hashes.sha256(file)] for file in files]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-
-
-def check_settings(config: DataConfig, directory: Path) -> None:
-    """Refuse to continue with other settings than those in a directory."""
-    file = directory / SETTINGS
-    try:
-        prepared = read_json(file)
-        version = prepared.pop("format")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"{file} is missing or damaged ({one_line(error)}); {AGAIN}", code="settings-damaged"
-        ) from None
-    if version != FORMAT:
-        raise UserError(f"{config.dir} was prepared in format {version}, this version has {FORMAT}; {AGAIN}")
-    changed = differences(prepared, config)
-    if changed:
-        raise UserError(
-            f"{config.dir} was {described(changed)}; set another data.dir, or {AGAIN}", code="settings-differ"
-        )
-
-
-def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] | str:
-    """Return the inputs, which must be those that were planned; or which is gone, if its data are there."""
-    planned = {source["name"]: source for source in plan.summary["sources"]}
-    complete = all((config.dir / split / MANIFEST).is_file() for split in config.splits)
-    try:
-        inputs = planned_inputs(config)
-    except UserError as error:
-        if complete and ("no file matches" in str(error) or isinstance(error, FailureError)):
-            return str(error)
-        raise
-    for opened in inputs:
-        if opened.name not in planned:
-            raise UserError(
-                f"{opened.name} was not there when {config.dir} was prepared; take it away, or {AGAIN}",
-                code="source-new",
-            )
-        source, path = planned[opened.name], local_file(opened)
-        size = source.get("bytes")
-        if path is None:
-            same = "://" not in opened.name or size is None or opened.size in (0, size)
+def _group_by_shard(shards: list[int], parts: Iterable[Encoded]) -> Iterator[tuple[int, Iterator[Encoded]]]:
+    """Yield each shard with its parts, which are in order of the shards. A shard may have no parts."""
+    groups = groupby(parts, lambda part: part.shard)
+    none: tuple[int, Iterator[Encoded]] = -1, iter(())
+    current, group = next(groups, none)
+    for shard in shards:
+        if current == shard:
+            yield shard, group
+            current, group = next(groups, none)
         else:
-            expected = source.get("content") if size is None else source["sha256"]
-            sized = size is None or path.stat().st_size == size
-            same = expected is None or (sized and content(path, hashes) == expected)
-        if not same:
-            raise UserError(
-                f"{opened.name} changed since {config.dir} was prepared; {AGAIN}", code="source-changed"
-            )
-    names = {opened.name for opened in inputs}
-    gone = next((name for name in planned if name not in names), None)
-    if gone is not None and not complete:
-        raise UserError(
-            f"{gone} is gone since {config.dir} was prepared; put it back, or {AGAIN}", code="source-gone"
-        )
-    return inputs if gone is None else f"{gone} is gone since {config.dir} was prepared"
+            yield shard, iter(())

@@ -1,4 +1,4 @@
-"""`sniff`: what a file is taken for, three examples with their loss in colour, and recipe lines to paste."""
+"""`sniff`: show how a file is parsed, three examples with their loss in colour, and a recipe to paste."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from emo.common.text import counted, printable
 
 from .config import DataConfig, context_of
 from .encoding.chat_templates import ChatTemplate, RefusedError, read_template
-from .encoding.chats import ChatWriter
+from .encoding.chat_writer import ChatWriter
 from .encoding.templates import Chat, Conversation, render
 from .encoding.tokenizer import chat_template, save_tokenizer, tokenizer_facts
 from .shards.encode import EncodeSettings, RowEncoder
 from .shards.inspect import segment, stretch
-from .sources.inputs import Input, open_inputs
-from .sources.rows import (
+from .sources.inputs import open_inputs
+from .sources.reader import SourceReader
+from .sources.rows import find_columns, parse, plain_text, raw_rows
+from .sources.spec import (
     CHAT_COLUMNS,
     NAMES,
     STRUCTURE,
@@ -41,25 +43,21 @@ from .sources.rows import (
     Rejected,
     Row,
     TokenIds,
-    columns,
-    first,
-    parse,
-    plain_text,
-    raw_rows,
+    first_present,
 )
 
 EXAMPLES = 3
-SHOWN = 1600  # characters of an example
-CHARS = 4  # in a token, roughly
-SHARD = 64 << 20  # bytes of a file for each shard
-UNNAMED = "openai-community/gpt2"  # the tokenizer where none was given
-VALIDATED, SURELY = 0.05, 5  # share of the rows that is not trained on, where it is so many at least
-REASONS = {  # lines of the recipe, and what stands behind them
-    f"tokenizer: {UNNAMED}": "that of the model to be trained",
-    "strict: false": "or the first row that cannot be read, see above, would end prepare",
+EXAMPLE_CHARS = 1600  # longest printed example
+CHARS_PER_TOKEN = 4  # approximately
+SHARD_BYTES = 64 << 20  # bytes of a file for each shard
+DEFAULT_TOKENIZER = "openai-community/gpt2"
+VALIDATION_SHARE, MIN_VALIDATION = 0.05, 5  # share of the rows for validation, and fewest rows
+COMMENTS = {  # comments on lines of the recipe
+    f"tokenizer: {DEFAULT_TOKENIZER}": "use the tokenizer of your model",
+    "strict: false": "skip rows that cannot be read, see above",
 }
-WHOLE = 1 << 20  # tokens: nothing is cut here
-# Words in the names of columns that are prompts or responses, for guesses.
+NO_LIMIT = 1 << 20  # tokens: nothing is cut
+# Words in the names of columns with prompts or responses, for guesses.
 _ASKING = re.compile("question|prompt|instruct|query|ask|user|human|problem|request|source|title", re.I)
 _ANSWERING = re.compile(
     "chosen|prefer|(?<![a-z])w(in|ins|inner|inning|on)(?![a-z])|answer|respon|output|complet|reply|assistant|target|"
@@ -74,35 +72,39 @@ _SPEAKING = re.compile("role|from|speaker|author|sender|name|who", re.I)
 
 
 class Look(NamedTuple):
-    """A file as it is understood by its beginning."""
+    """One way to parse a file, with the rows at its beginning."""
 
-    input: Input  # the first of the inputs
+    input: SourceReader  # the first file
     files: int
     payload: Payload
     rows: list[Row | Rejected]
     config: DataConfig
-    proposed: dict[str, str]  # columns that have to be named
+    proposed: dict[str, str]  # `columns` for the recipe
 
     @property
     def good(self) -> list[tuple[int, Row]]:
-        """Return the rows that can be used, and their numbers."""
+        """Return the usable rows and their numbers."""
         return [(number, row) for number, row in enumerate(self.rows) if not isinstance(row, Rejected)]
 
     @property
     def template(self) -> str:
-        """Return Alpaca's prompt for its rows; for chats what the tokenizer has, or a transcript."""
+        """Return alpaca for Alpaca rows, and chat_template or chat for chats."""
         if self.config.by_chat_template:
             return "chat_template"
         several = any(isinstance(row, Conversation) and len(row.exchanges) > 1 for _, row in self.good)
-        messages = "messages" in self.proposed or columns(self.payload, self.input.spec)[0] & {*CHAT_COLUMNS}
+        messages = "messages" in self.proposed or find_columns(self.payload, self.input.spec)[0] & {
+            *CHAT_COLUMNS
+        }
         return "chat" if several or messages else "alpaca"
 
 
 def sniff(files: str, tokenizer: str | None, console: Console) -> str:
-    """Print what `files`, a path, pattern or address, is taken for; the recipe lines that read it.
+    """Print how files are parsed. Return the recipe. Raises UserError if no row can be read.
 
-    tokenizer: hub id, directory or .model file; without one text is shown as it is. Raises UserError when no
-    row can be read.
+    Args:
+        files: a path, pattern or address.
+        tokenizer: hub id, directory or .model file, or None to print characters instead of tokens.
+        console: prints the output.
     """
     colours = console.is_terminal and not console.no_color
     with tempfile.TemporaryDirectory() as folder:
@@ -113,37 +115,37 @@ def sniff(files: str, tokenizer: str | None, console: Console) -> str:
             chat = read_template(directory, "") if chat_template(directory) is not None else None
         look = _best_look(files, None if chat is None else "chat_template")
         if chat is not None and look.config.kind == "instruct":
-            written = _written(look, chat)
-            if written.good:
-                look = written
+            writable = _reject_unwritable(look, chat)
+            if writable.good:
+                look = writable
             else:
-                refused = next((row.detail for row in written.rows if isinstance(row, Rejected)), "")
+                refused = next((row.detail for row in writable.rows if isinstance(row, Rejected)), "")
                 console.print(Text(printable(f"the tokenizer's chat_template cannot be used: {refused}")))
                 look = _look(files, "instruct", look.proposed, None)
                 if not look.good:
-                    raise _unreadable(look, "without that template either")
-        for line in _description(look):
+                    raise _unreadable(look, "also without that template")
+        for line in _describe(look):
             console.print(Text(printable(line)), soft_wrap=True)
-        picked = np.unique(np.linspace(0, len(look.good) - 1, EXAMPLES).astype(int)).tolist()
-        examples, lengths = _examples(look, picked, directory, chat, colours)
-    for number, example in zip(picked, examples, strict=True):
+        chosen = np.unique(np.linspace(0, len(look.good) - 1, EXAMPLES).astype(int)).tolist()
+        examples, lengths = _examples(look, chosen, directory, chat, colours)
+    for number, example in zip(chosen, examples, strict=True):
         console.rule(f"row {look.good[number][0] + 1}")
-        example.truncate(SHOWN, overflow="ellipsis")
+        example.truncate(EXAMPLE_CHARS, overflow="ellipsis")
         console.print(example)
     console.print(stretch("supervised", True, colours) + stretch(", context", False, colours))
     console.rule("recipe lines to paste")
-    lines = recipe(look, files, tokenizer, lengths)
+    lines = make_recipe(look, files, tokenizer, lengths)
     console.print(Text(lines), soft_wrap=True)
     return lines
 
 
 def _best_look(files: str, template: str | None) -> Look:
-    """Return the first way of reading that half of the rows allow.
+    """Return the first way of parsing that at least half of the rows allow.
 
-    Instructions come first, then text, then both by guessed columns.
+    Instructions are tried first, then text, then both with guessed columns.
     """
     looks = []
-    with contextlib.suppress(UserError):  # what is no text either is refused as that
+    with contextlib.suppress(UserError):  # the error of parsing as text is raised instead
         looks.append(_look(files, "instruct", {}, template))
     try:
         looks.append(_look(files, "text", {}, template))
@@ -155,10 +157,12 @@ def _best_look(files: str, template: str | None) -> Look:
         for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES] if objects else []:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
-                if isinstance(row, dict) and isinstance(row.get(first(row, TOKEN_COLUMNS) or ""), list):
+                if isinstance(row, dict) and isinstance(
+                    row.get(first_present(row, TOKEN_COLUMNS) or ""), list
+                ):
                     looks.append(_look(files, "text", {}, template, "tokens"))
                     break
-                if isinstance(row, dict) and (proposed := guess(row, look.config.kind)):
+                if isinstance(row, dict) and (proposed := guess_columns(row, look.config.kind)):
                     looks.append(_look(files, look.config.kind, proposed, template))
                     break
     for look in looks:
@@ -171,7 +175,7 @@ def _best_look(files: str, template: str | None) -> Look:
 
 
 def _unreadable(look: Look, how: str = "") -> UserError:
-    """Return the error for a file without a usable row, which says what is wrong with the first."""
+    """Return the error for a file without a usable row, with the problem of the first row."""
     fault = next((row for row in look.rows if isinstance(row, Rejected)), Rejected("no rows"))
     reason = f"{fault.reason.replace('_', ' ')} ({fault.detail})"
     problem = f"{look.input.name}: no row can be read{how and ' '}{how}: {reason}"
@@ -179,7 +183,7 @@ def _unreadable(look: Look, how: str = "") -> UserError:
 
 
 def _look(files: str, kind: str, proposed: dict[str, str], template: str | None, form: str = "auto") -> Look:
-    """Return the first piece of a source, read in one way."""
+    """Return the first piece of a source, parsed in one way."""
     source: dict[str, Any] = {"files": files, "format": form} | ({"columns": proposed} if proposed else {})
     tree = {"dir": "prepared", "kind": kind, "tokenizer": "any", "sources": [source]}
     config = parse_section(DataConfig, tree | ({} if template is None else {"template": template}), "data")
@@ -187,16 +191,16 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None,
     opened = inputs[0]
     payload = next((piece.payload for piece in opened.pieces() if piece.payload is not None), b"")
     if opened.spec.format == "lines" and isinstance(payload, bytes):
-        # Blank lines may divide the text into stretches of several lines.
+        # Blank lines may separate paragraphs of several lines.
         filled = [bool(line.strip()) for line in payload.split(b"\n")[:-1]]
-        together = any(a and b for a, b in pairwise(filled))
-        if together and filled.count(False) * 20 > len(filled):
+        has_paragraphs = any(a and b for a, b in pairwise(filled))
+        if has_paragraphs and filled.count(False) * 20 > len(filled):
             opened.spec = opened.spec._replace(format="paragraphs")
     return Look(opened, len(inputs), payload, list(parse(payload, opened.spec)), config, proposed)
 
 
-def _written(look: Look, chat: ChatTemplate) -> Look:
-    """Return the look without the rows that the chat_template refuses."""
+def _reject_unwritable(look: Look, chat: ChatTemplate) -> Look:
+    """Return the look with the rows rejected that the chat_template cannot write."""
     rows, writer = list(look.rows), ChatWriter(chat)
     for number, row in enumerate(rows):
         try:
@@ -207,34 +211,34 @@ def _written(look: Look, chat: ChatTemplate) -> Look:
     return look._replace(rows=rows)
 
 
-def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
-    """Return a proposal for `columns`, by the names and values of one row; {}: none can be made.
+def guess_columns(row: dict[str, Any], kind: str) -> dict[str, str]:
+    """Return a proposal for `columns` by the names and values of one row, or {} without a plausible one.
 
-    Parts whose columns are known anyway are left out, and so are columns of answers that were rejected, and
-    of several answers of which another column may say which is better.
+    Parts with known columns are left out. Columns of rejected answers are not used, and rows with several
+    numbered answers have no proposal, because another column may hold the preference.
     """
-    raw = {name: value for name, value in raw.items() if not _REJECTED.search(str(name))}
-    texts = [str(name) for name, value in raw.items() if isinstance(value, str)]
+    row = {name: value for name, value in row.items() if not _REJECTED.search(str(name))}
+    texts = [str(name) for name, value in row.items() if isinstance(value, str)]
     stems = Counter(match[1] for match in map(_NUMBERED.fullmatch, texts) if match)
     several = {name for name in texts if (match := _NUMBERED.fullmatch(name)) and stems[match[1]] > 1}
     if any(_ANSWERING.search(name) for name in several):
         return {}
-    lists = ((name, value) for name, value in raw.items() if isinstance(value, list) and value)
-    talks = (name for name, talk in lists if isinstance(talk[0], dict) and len(talk[0]) > 1)
+    lists = ((name, value) for name, value in row.items() if isinstance(value, list) and value)
+    chats = (name for name, chat in lists if isinstance(chat[0], dict) and len(chat[0]) > 1)
     parts: dict[str, str | None]
     if kind == "text":
-        longest = max(texts, key=lambda name: len(raw[name]), default=None)
-        parts = {"text": first(raw, NAMES["text"]) or longest}
-    elif (column := next(talks, None)) is not None:
-        message = raw[column][0]
+        longest = max(texts, key=lambda name: len(row[name]), default=None)
+        parts = {"text": first_present(row, NAMES["text"]) or longest}
+    elif (column := next(chats, None)) is not None:
+        message = row[column][0]
         keys = [name for name, value in message.items() if isinstance(value, str)]
-        role = first(message, NAMES["role"]) or next(filter(_SPEAKING.search, keys), None)
-        content = first(message, NAMES["content"]) or next((key for key in keys if key != role), None)
+        role = first_present(message, NAMES["role"]) or next(filter(_SPEAKING.search, keys), None)
+        content = first_present(message, NAMES["content"]) or next((key for key in keys if key != role), None)
         parts = {"messages": str(column), "role": role, "content": content}
     else:
-        prompt = first(raw, NAMES["instruction"]) or next(filter(_ASKING.search, texts), None)
+        prompt = first_present(row, NAMES["instruction"]) or next(filter(_ASKING.search, texts), None)
         others = [name for name in texts if name not in (prompt, *NAMES["input"], *NAMES["system"])]
-        response = first(raw, NAMES["output"]) or next(filter(_ANSWERING.search, others), None)
+        response = first_present(row, NAMES["output"]) or next(filter(_ANSWERING.search, others), None)
         prompt = prompt or next((name for name in others if name != response), None)
         response = response or next((name for name in reversed(others) if name != prompt), None)
         parts = {"instruction": prompt, "output": response}
@@ -243,24 +247,24 @@ def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
     return {part: name for part, name in parts.items() if name is not None and name not in NAMES[part]}
 
 
-def _description(look: Look) -> list[str]:
-    """Return the lines about a file that come before its rows."""
-    opened, spec = look.input, look.input.spec
+def _describe(look: Look) -> list[str]:
+    """Return the lines about a file that are printed before its rows."""
+    reader, spec = look.input, look.input.spec
     kind = "instructions" if look.config.kind == "instruct" else "text"
-    size = f", {amount(opened.size)}" if opened.size else ""
+    size = f", {amount(reader.size)}" if reader.size else ""
     others = f" and {counted(look.files - 1, 'more file')}" if look.files > 1 else ""
     form = f", format {spec.format}" if spec.format != "auto" else ""
-    lines = [f"{opened.name}{size}{others}: {kind}{form}"]
-    read, unread = columns(look.payload, spec)
+    lines = [f"{reader.name}{size}{others}: {kind}{form}"]
+    read, unread = find_columns(look.payload, spec)
     if read:
         names = ", ".join(sorted(unread)) or "none"
         lines.append(f"columns read: {', '.join(sorted(read))}; not read: {names}")
     if look.proposed:
-        lines.append("no column has a known name; these were guessed, look whether they are right")
+        lines.append("no column has a known name; these were guessed, check them")
         if body := look.proposed.get("output"):
             lines.append(
-                f"to read {body} as plain text instead, for continual pre-training: leave out kind and "
-                f"template below, and write columns: {json.dumps({'text': body}, ensure_ascii=False)}"
+                f"to train on {body} as plain text instead: remove kind and template below, and set "
+                f"columns: {json.dumps({'text': body}, ensure_ascii=False)}"
             )
     rejected = [row for row in look.rows if isinstance(row, Rejected)]
     reasons = Counter(row.reason.replace("_", " ") for row in rejected)
@@ -275,17 +279,27 @@ def _description(look: Look) -> list[str]:
 
 
 def _examples(
-    look: Look, picked: list[int], directory: Path | None, chat: ChatTemplate | None, colours: bool
+    look: Look, chosen: list[int], directory: Path | None, chat: ChatTemplate | None, colours: bool
 ) -> tuple[list[Text], list[int]]:
-    """Return the picked rows as training sees them, and the tokens of all; `directory`: of a tokenizer."""
+    """Return the chosen rows as in training, and the number of tokens of all rows.
+
+    Without `directory`, the saved tokenizer, characters stand for tokens.
+    """
     examples, lengths = [], []
     encoder = None
-    decode: Callable[[list[int]], str] = _text
+    decode: Callable[[list[int]], str] = _to_text
     if directory is not None:
-        written_by = chat if look.template == "chat_template" else None
-        facts = tokenizer_facts(directory)
         encoder = RowEncoder(
-            EncodeSettings(directory, facts, look.template, WHOLE, "truncate", None, False, written_by)
+            EncodeSettings(
+                directory=directory,
+                tokenizer=tokenizer_facts(directory),
+                template=look.template,
+                block=NO_LIMIT,
+                overlong="truncate",
+                grams=None,
+                by_words=False,
+                chat=chat if look.template == "chat_template" else None,
+            )
         )
         backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
         decode = partial(backend.decode, skip_special_tokens=False)
@@ -304,35 +318,42 @@ def _examples(
             supervised = np.ones(len(ids), bool)
         exact = encoder is not None or isinstance(row, TokenIds)
         count = len(row.ids) if isinstance(row, TokenIds) else len(ids)
-        lengths.append(count if exact else count // CHARS)  # about as many
-        if number in picked:
+        lengths.append(count if exact else count // CHARS_PER_TOKEN)
+        if number in chosen:
             examples.append(segment(ids, supervised, decode, colours))
     return examples, lengths
 
 
-def _text(characters: list[int]) -> str:
+def _to_text(characters: list[int]) -> str:
     return "".join(map(chr, characters))
 
 
 def _characters(row: Row, template: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the characters of a row that training would see, as numbers, and which carry loss."""
+    """Return the code points of a row's text as in training, and which of them carry loss."""
     parts = [(plain_text(row), True)]
     if isinstance(row, Conversation):
         parts = []
         for number, (text, start) in enumerate(render(row, template)):
             parts += [(text[:start], False), (text[start:] + "\n", number not in row.unsupervised)]
     ids = np.array([ord(character) for text, _ in parts for character in text])
-    return ids, np.repeat([learned for _, learned in parts], [len(text) for text, _ in parts])
+    return ids, np.repeat([supervised for _, supervised in parts], [len(text) for text, _ in parts])
 
 
-def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) -> str:
-    """Return the `data` section that reads a file as it was shown: YAML to paste."""
+def make_recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) -> str:
+    """Return the `data` section for a file as YAML.
+
+    Args:
+        look: the parsed file.
+        files: a path, pattern or address.
+        tokenizer: hub id, directory or .model file, or None.
+        lengths: tokens of each usable row.
+    """
     size = look.input.size * look.files
     source = {"files": files if "://" in files else str(Path(files).expanduser().absolute())}
-    shards = min(64, max(1, size // SHARD))
+    shards = min(64, max(1, size // SHARD_BYTES))
     data: dict[str, Any] = {"dir": f"runs/data/{Path(files).name.split('.')[0] or 'data'}"}
     local = Path(tokenizer) if tokenizer is not None and Path(tokenizer).exists() else None
-    data["tokenizer"] = str(local.absolute()) if local else tokenizer or UNNAMED
+    data["tokenizer"] = str(local.absolute()) if local else tokenizer or DEFAULT_TOKENIZER
     tokens = sum(lengths)
     if look.config.kind == "instruct":
         data |= {"kind": "instruct", "template": look.template}
@@ -341,15 +362,15 @@ def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) ->
     else:
         block = 1 << min(1024, max(32, tokens // 2)).bit_length() - 1
     data["sequence_len"] = min(block, (context_of(local) if local else None) or block)
-    # Rows drawn by chance must surely give every shard of a validation set some.
+    # Every shard of the random validation set must get rows.
     large = isinstance(look.payload, bytes) and look.input.size > len(look.payload)
     enough = (
         large
         or look.config.kind == "instruct"
-        or VALIDATED * tokens >= SURELY * data["sequence_len"] * shards
+        or VALIDATION_SHARE * tokens >= MIN_VALIDATION * data["sequence_len"] * shards
     )
-    if enough and VALIDATED * len(lengths) >= SURELY:
-        data["validation_fraction"] = VALIDATED
+    if enough and VALIDATION_SHARE * len(lengths) >= MIN_VALIDATION:
+        data["validation_fraction"] = VALIDATION_SHARE
     if any(isinstance(row, Rejected) and row.reason in STRUCTURE for row in look.rows):
         data["strict"] = False
     format_ = look.input.spec.format
@@ -357,9 +378,9 @@ def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) ->
     columns_part = {"columns": look.proposed} if look.proposed else {}
     data |= {"shards": shards, "sources": [source | form | columns_part]}
     text: str = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=10_000)
-    advice = (
-        {} if tokenizer else {"template: chat": "or chat_template, if the tokenizer of the model has one"}
-    )
-    for line, reason in (REASONS | advice).items():
-        text = text.replace(f"  {line}\n", f"  {line}  # {reason}\n", 1)
+    comments = dict(COMMENTS)
+    if not tokenizer:
+        comments["template: chat"] = "or chat_template if the tokenizer of your model has one"
+    for line, comment in comments.items():
+        text = text.replace(f"  {line}\n", f"  {line}  # {comment}\n", 1)
     return text

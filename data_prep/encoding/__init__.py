@@ -1,1 +1,1 @@
-"""From text and chats to token ids."""
+"""Encoding of texts and chats as token ids."""

@@ -1,7 +1,7 @@
-"""A tokenizer's chat_template, and what it writes of messages.
+"""Chat templates of tokenizers, and rendering of messages with them.
 
-A template gets the messages as they are in the row, except that special tokens which people wrote are
-protected: they become text and never end a turn. Nothing depends on the day.
+A template gets the messages of the row with special tokens in them protected: these are text and never end a
+turn. The result does not depend on the current date.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 from emo.common.errors import UserError, one_line
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-DATE = "2026-01-01"  # what a template gets that asks for the date, unless data.template_variables has `date`
-# What a template gets from here: no names of data.template_variables.
+DATE = "2026-01-01"  # the current date for templates, unless data.template_variables has `date`
+# Variables of templates that data.template_variables cannot set.
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
-# Codes of strftime that templates use.
+# strftime codes that templates use.
 CODES = ["%Y", "%m", "%d", "%B", "%b", "%A", "%a", "%y", "%j", "%H", "%M", "%S", "%-d", "%-m", "%e"]
 THINK = r"<(/?)(?:think|thinking|seed:think)>|\[(/?)THINK\]"
-# An empty thinking block at the beginning of an answer, of which the prompt may hold the first tag.
+# An empty thinking block at the beginning of an answer. The prompt may hold its first tag.
 EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|seed:think)>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>)?"
     r"\s*(?:</(?:think|thinking|seed:think)>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*"
 )
-# Thinking at the beginning of what is said.
+# Thinking at the beginning of a content.
 THOUGHT = re.compile(r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 BUILT_IN = {
@@ -49,22 +49,22 @@ BUILT_IN = {
 
 
 class ChatTemplate(NamedTuple):
-    """A chat_template, the tokens that it may write, and what the recipe says about it."""
+    """A chat_template, the special tokens that it may write, and its settings in the recipe."""
 
     text: str
-    names: tuple[tuple[str, str], ...]  # bos_token, eos_token ... and what they are
-    specials: tuple[str, ...]  # tokens that are the template's alone: in what people say they are text
+    names: tuple[tuple[str, str], ...]  # bos_token, eos_token ... and their values
+    specials: tuple[str, ...]  # special tokens that only the template may write. In messages they are text
     variables: str = "{}"  # JSON: data.template_variables
     reasoning: str = "mask_empty"  # data.reasoning
 
     @property
     def digest(self) -> str:
-        """Return the identity by content, 64 hex digits."""
+        """Return a hash of the content, 64 hex digits."""
         return hashlib.sha256(json.dumps(self).encode()).hexdigest()
 
     def last(self, text: str) -> str:
         """Return the special token that ends a text, or ''."""
-        if not text.endswith(self.specials):  # as most do, which is found fast
+        if not text.endswith(self.specials):  # fast for most texts
             return ""
         return next(special for special in self.specials if text.endswith(special))
 
@@ -74,7 +74,7 @@ class ChatTemplate(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A chat that a template does not write, or in which the assistant's part cannot be told."""
+    """A template cannot write a chat, or the assistant's part of the chat cannot be found."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -88,9 +88,14 @@ def read_template(
     variables: Mapping[str, Any] | None = None,
     reasoning: str = "mask_empty",
 ) -> ChatTemplate:
-    """Return the chat_template for a saved tokenizer, called `name` by the user. Raises UserError.
+    """Return the chat_template for a saved tokenizer. Raises UserError.
 
-    built_in: data.template, the name of a template of this project or chat_template for the tokenizer's own.
+    Args:
+        directory: the saved tokenizer.
+        name: the tokenizer as the recipe names it, for errors.
+        built_in: data.template, a built-in template, or chat_template for the template of the tokenizer.
+        variables: data.template_variables.
+        reasoning: data.reasoning.
     """
     from .tokenizer import chat_template, special_names
     from .words import special_tokens
@@ -98,23 +103,23 @@ def read_template(
     known = special_tokens(directory)
     if built_in in BUILT_IN:
         text, needed = BUILT_IN[built_in]
-        lacking = [token for token in needed if token not in known]
-        if lacking:
+        missing = [token for token in needed if token not in known]
+        if missing:
             raise UserError(
                 f"data.template={built_in} needs the special tokens {', '.join(needed)}, and {name} lacks "
-                f"{', '.join(lacking)}. Use a tokenizer that has them, or set data.template to chat",
+                f"{', '.join(missing)}. Use a tokenizer with them, or set data.template to chat",
                 code="template-tokens",
             )
     else:
-        own = chat_template(directory)
-        if own is None:
+        template = chat_template(directory)
+        if template is None:
             raise UserError(
                 f"tokenizer {name} has no chat_template, which data.template=chat_template needs. Use "
-                "one that has, put a chat_template.jinja into its directory, or set data.template to "
+                "another tokenizer, put a chat_template.jinja into its directory, or set data.template to "
                 f"{', '.join(BUILT_IN)}, chat or alpaca",
                 code="no-chat-template",
             )
-        text = own
+        text = template
     unread = [variable for variable in variables or {} if variable not in text]
     if unread and not (unread == ["date"] and "strftime_now" in text):
         raise UserError(
@@ -122,19 +127,19 @@ def read_template(
             "the name or remove it",
             code="template-variable",
         )
-    specials = tuple(sorted(known, key=len, reverse=True))  # the longest that fits counts
+    specials = tuple(sorted(known, key=len, reverse=True))  # the longest match is used
     names = tuple(sorted(special_names(directory).items()))
     written = json.dumps(variables or {}, sort_keys=True, default=str)  # YAML reads a date as one
     return ChatTemplate(text, names, specials, written, reasoning)
 
 
 def fixed_date(variables: Mapping[str, Any]) -> datetime.date:
-    """Return the date that a template gets, by data.template_variables."""
+    """Return the date for templates from data.template_variables."""
     return datetime.date.fromisoformat(str(variables.get("date", DATE)))
 
 
 class Renderer:
-    """Writes messages by a chat_template."""
+    """Renders messages with a chat_template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
@@ -150,9 +155,9 @@ class Renderer:
 
     @cached_property
     def patterns(self) -> dict[bool, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """Return patterns of the special tokens in a text, and of the same once protected.
+        """Return patterns of the special tokens in a text, and of protected special tokens.
 
-        By whether the assistant says it, whose tags of thinking are not protected.
+        The key True is for the assistant, whose thinking tags are not protected.
         """
         from transformers.utils.chat_template_utils import _get_control_token_patterns
 
@@ -161,8 +166,8 @@ class Renderer:
         return {False: _get_control_token_patterns(specials), True: _get_control_token_patterns(others)}
 
     @cached_property
-    def _knows_developers(self) -> bool:
-        """Return whether the template names this role, and writes what it says."""
+    def _writes_developers(self) -> bool:
+        """Return whether the template writes messages of the role developer."""
         if "developer" not in self.template.text:
             return False
         try:
@@ -172,23 +177,27 @@ class Renderer:
             return False
 
     def protect(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
-        """Return messages and tools in which special tokens that people wrote are text."""
+        """Return messages and tools in which special tokens are marked as text."""
         from transformers.utils.chat_template_utils import mark_control_tokens
 
         protected = []
         for message in messages:
             pattern, _ = self.patterns[message["role"] == "assistant"]
             protected.append(mark_control_tokens(message, pattern))
-            if message["role"] == "developer" and not self._knows_developers:
-                protected[-1]["role"] = "system"  # older templates know one name
+            if message["role"] == "developer" and not self._writes_developers:
+                protected[-1]["role"] = "system"  # the only name in older templates
         return protected, mark_control_tokens(tools, self.patterns[False][0])
 
     def write(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return what the template writes and, with `spans`, what it marks in it. Raises RefusedError.
+        """Return the text of the template and, with `spans`, the spans that it marks. Raises RefusedError.
 
-        prompt: let it ask for an answer.
+        Args:
+            messages: protected messages.
+            tools: protected schemas of tools.
+            prompt: whether the text asks for an answer at its end.
+            spans: whether to return the marked spans.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -201,7 +210,7 @@ class Renderer:
                 add_generation_prompt=prompt,
                 **self._variables,
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # templates raise any class
             raise RefusedError("refused_by_chat_template", one_line(error, 200)) from None
         (written,), marks = rendered
         return written, marks[0] if spans else []

@@ -1,7 +1,4 @@
-"""Packing token sequences into rows: documents into fixed blocks, examples into bins.
-
-Pure functions of lengths and ids; nothing here knows files or tokenizers.
-"""
+"""Packing of token sequences into rows: documents into fixed blocks, examples into bins."""
 
 from __future__ import annotations
 
@@ -14,24 +11,24 @@ ROWS = 1024  # packed at once
 
 
 class PackedRows(NamedTuple):
-    """Ragged rows, flat: what a shard's columns are made of."""
+    """Rows of different lengths as flat arrays, for the columns of a shard."""
 
-    ids: np.ndarray  # tokens of all rows, one after the other
+    ids: np.ndarray  # tokens of all rows, concatenated
     lengths: np.ndarray  # int64 [rows]: tokens of each row
     segments: np.ndarray  # int64: segment lengths of all rows
     segment_counts: np.ndarray  # int64 [rows]
-    sources: np.ndarray  # uint64: which document each segment is of, all rows
+    sources: np.ndarray  # uint64: the document of each segment, all rows
     spans: np.ndarray  # int64: start, end of supervised tokens in the row, all rows; empty for text
-    span_counts: np.ndarray  # int64 [rows]: numbers in spans, twice the spans
+    span_counts: np.ndarray  # int64 [rows]: numbers in `spans`, two for each span
     valid: np.ndarray  # int64 [rows]: supervised targets after the shift
-    domain: int  # number of the domain that all rows are of
+    domain: int  # number of the domain of all rows
 
 
 class BlockPacker:
-    """Documents of one domain, in order, into rows of exactly `block` tokens.
+    """Packs documents of one domain, in order, into rows of exactly `block` tokens.
 
-    A document that does not fit continues in the next row as a segment of its own. What is left at the
-    end is less than a block; it is dropped, and `remainder` says how many tokens that were.
+    A document that does not fit continues in the next row as a separate segment. The remainder at the end is
+    less than a block and is dropped.
     """
 
     def __init__(self, block: int, domain: int = 0) -> None:
@@ -42,11 +39,11 @@ class BlockPacker:
 
     @property
     def remainder(self) -> int:
-        """Tokens that wait for the rest of their block."""
+        """Return the number of tokens that do not fill a block yet."""
         return len(self._ids)
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, sources: np.ndarray) -> PackedRows:
-        """Append documents (flat ids, their lengths and hashes); return the rows that became full."""
+        """Append documents (flat ids, lengths and hashes) and return the rows that became full."""
         ids = np.concatenate([self._ids.astype(ids.dtype), ids])
         sources = np.concatenate([self._sources, sources[lengths > 0]])
         lengths = np.concatenate([self._lengths, lengths[lengths > 0]])
@@ -56,7 +53,7 @@ class BlockPacker:
         cuts = np.union1d(ends[ends < used], np.arange(1, full + 1) * self.block)
         segments = np.diff(cuts, prepend=0)
         counts = np.bincount((cuts - 1) // self.block, minlength=full) if full else cuts
-        self._ids = ids[used:].copy()  # a view would keep all of them, for each domain
+        self._ids = ids[used:].copy()  # a view would keep all ids in memory
         self._lengths = np.diff(ends[ends > used], prepend=used)
         self._sources = sources[ends > used]
         none = np.zeros(0, np.int64)
@@ -74,28 +71,28 @@ class BlockPacker:
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Bins of `capacity`: each length, longest first, goes into the first bin that still has room.
+    """Assign lengths to bins: each length, longest first, goes into the first bin with enough space.
 
-    lengths: int64 [n], each in 1..capacity. Returns the members of each bin, in the order they came
-    in; ties keep their order. A tree of the largest room below each node finds the bin in log time.
+    lengths: int64 [n], each in 1..capacity. Returns the members of each bin, in the order of assignment. Ties
+    keep their order. A tree of the largest space below each node finds the bin in logarithmic time.
     """
     order = np.argsort(-lengths, kind="stable")
     leaves = 1 << max(0, (len(lengths) - 1).bit_length())
-    room = [capacity] * (2 * leaves)  # node k has children 2k and 2k + 1; leaves are bins
+    space = [capacity] * (2 * leaves)  # node k has children 2k and 2k + 1; leaves are bins
     bins: list[list[int]] = []
     for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         node = 1
         while node < leaves:
             node *= 2
-            if room[node] < length:
+            if space[node] < length:
                 node += 1
         if node - leaves == len(bins):
             bins.append([])
         bins[node - leaves].append(item)
-        room[node] -= length
+        space[node] -= length
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            space[node] = max(space[2 * node], space[2 * node + 1])
     return [np.array(members) for members in bins]
 
 
@@ -108,10 +105,16 @@ def packed_rows(
     block: int,
     domain: int = 0,
 ) -> Iterator[PackedRows]:
-    """Yield the rows of the examples of one domain, at most ROWS at a time.
+    """Yield the packed rows of the examples of one domain, at most ROWS at a time.
 
-    ids: flat tokens (may be a memory map); starts, lengths: int64 [n], of the examples in it; spans: for each
-    example int64 [k, 2], supervised tokens relative to its start; sources: uint64 [n].
+    Args:
+        ids: flat tokens, may be a memory map.
+        starts: int64 [n], the beginning of each example in `ids`.
+        lengths: int64 [n].
+        spans: int64 [k, 2] for each example, supervised tokens relative to its start.
+        sources: uint64 [n].
+        block: most tokens of a row.
+        domain: number of the domain.
     """
     bins = first_fit_decreasing(lengths, block)
     for begin in range(0, len(bins), ROWS):
@@ -121,7 +124,7 @@ def packed_rows(
         tokens = np.bincount(row, sizes).astype(np.int64)
         offsets = np.cumsum(sizes) - sizes - (np.cumsum(tokens) - tokens)[row]  # in their rows
         supervised = [spans[member] for member in members]
-        # The first token of a segment has nothing before it that could predict it.
+        # Nothing predicts the first token of a segment.
         targets = [int((span[:, 1] - np.maximum(span[:, 0], 1)).sum()) for span in supervised]
         yield PackedRows(
             np.concatenate([ids[starts[m] : starts[m] + lengths[m]] for m in members]),

@@ -1,9 +1,9 @@
-"""Instruction examples as text, and which part of it carries loss.
+"""Instruction examples as text, by the built-in plain templates alpaca and chat.
 
-A conversation becomes turns; a turn is a prompt directly followed by a response. Encoded, the example is BOS,
-then for each turn its text and EOS. Loss is on the tokens of the response and on EOS, nothing else.
+A conversation becomes turns. A turn is a prompt followed by a response. An encoded example is BOS, then the
+text of each turn and EOS. Only the tokens of the response and EOS carry loss.
 
-A Chat is written by the tokenizer's own chat_template instead, see chats.py.
+A Chat is written by a chat_template instead, see chat_writer.py.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ class Exchange(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The exchanges of an instruction row, whatever form it was in."""
+    """The exchanges of an instruction row."""
 
     exchanges: tuple[Exchange, ...]
     system: str = ""
-    unused: int = 0  # messages that were left out: before the first prompt, after the last response
-    unsupervised: tuple[int, ...] = ()  # numbers of the responses that the row marks as carrying no loss
+    unused: int = 0  # messages left out before the first prompt and after the last response
+    unsupervised: tuple[int, ...] = ()  # numbers of the responses that the row marks as without loss
 
 
 class Chat(NamedTuple):
     """The messages of an instruction row, for a tokenizer's chat_template."""
 
     messages: str  # JSON: [{role: system, developer, user, assistant or tool; content, tool_calls}]
-    tools: str = ""  # JSON: schemas of what the assistant may call
-    unused: int = 0  # messages that were left out: before the first prompt, after the last response
-    unsupervised: tuple[int, ...] = ()  # numbers of the answers that the row marks as carrying no loss
+    tools: str = ""  # JSON: schemas of the tools
+    unused: int = 0  # messages left out before the first prompt and after the last response
+    unsupervised: tuple[int, ...] = ()  # numbers of the answers that the row marks as without loss
 
 
 class Turn(NamedTuple):
-    """A stretch of rendered text; loss from `start` on."""
+    """Rendered text of one exchange."""
 
     text: str
-    start: int  # character at which the response begins
+    start: int  # character at which the response, and the loss, begins
 
 
 _ALPACA = "Below is an instruction that describes a task"
@@ -53,9 +53,9 @@ _ALPACA_INPUT = (
 
 
 def render(conversation: Conversation, template: str) -> list[Turn]:
-    """Return the turns of a conversation in `template`: Alpaca's prompts, or a transcript (chat).
+    """Return the turns of a conversation by a template: `alpaca`, or `chat` for a plain transcript.
 
-    In alpaca a system message replaces the preface, and later turns have none.
+    In alpaca a system message replaces the preface, and later turns have no preface.
     """
     turns, system = [], conversation.system
     for i, (prompt, response, context) in enumerate(conversation.exchanges):

@@ -1,9 +1,8 @@
-"""Tokenizers: where they come from, and what identifies one.
+"""Loading, converting, training and identifying tokenizers.
 
-Everything ends as a Hugging Face fast tokenizer whose saved directory `AutoTokenizer` loads unchanged. A
-sentencepiece model is converted here piece by piece, because transformers' own conversion ranks merges by id
-instead of by score and drops the dummy prefix, and then differs from sentencepiece on real text (lines that
-start with a space, for one).
+Every tokenizer becomes a Hugging Face fast tokenizer that `AutoTokenizer` loads. sentencepiece models are
+converted here, because the conversion of transformers ranks merges by id instead of by score and drops the
+dummy prefix. Its ids differ from sentencepiece on real text, for example on lines that start with a space.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
 
 SPACE = "\u2581"  # sentencepiece writes a space as this sign
 ADDED = "added_tokens.json"
-VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt")  # that a tokenizer.json may be made from
+VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt")  # possible sources of a tokenizer.json
 FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *VOCABULARIES, ADDED]
-CHAT_TEMPLATE = "chat_template.jinja"  # older tokenizers have it in tokenizer_config.json
-FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published ones have 35 MB
-MOST_IDS = 1 << 24
+CHAT_TEMPLATE = "chat_template.jinja"  # in older tokenizers it is in tokenizer_config.json
+FILE_BYTES = 256 << 20  # largest file of a tokenizer. The largest published ones have 35 MB
+MAX_IDS = 1 << 24
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
-# Settings of a tokenizer that change no ids of a text, and whether a value is valid.
-KEPT: dict[str, Callable[[Any], bool]] = {
+# Settings of a tokenizer that do not change the ids of a text, and a check of their values.
+NEUTRAL_SETTINGS: dict[str, Callable[[Any], bool]] = {
     "padding_side": ("left", "right").__contains__,
     "truncation_side": ("left", "right").__contains__,
     "model_max_length": lambda value: type(value) in (int, float) and value > 0,
@@ -45,23 +44,23 @@ KEPT: dict[str, Callable[[Any], bool]] = {
     ),
 }
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
-LINE = 1000  # characters of a line to train on at most: sentencepiece leaves out lines above 4,192 bytes
-PROBES = [  # a converted tokenizer must give the ids of the original for these
+LINE = 1000  # longest line to train on, in characters. sentencepiece leaves out lines above 4,192 bytes
+PROBES = [  # a converted tokenizer must have the ids of the original for these texts
     *("", " ", "   ", "\n", " \n\n x", "Hello world", " two  spaces ", "tab\tand\r\nlines\n"),
     *("1,234.5", "don't", "</s> <unk> <0x0A>", "\u2581\u2581a \u2581", "na\u00efve caf\u00e9", "e\u0301"),
     *("\u65e5\u672c\u8a9e \u65e5\u672c", "\U0001f642\n\U0001f642", "\x00\x7f"),
 ]
-_FACTS: dict[str, TokenizerFacts] = {}  # by the content of files: they take longer to compute than to read
+_FACTS: dict[str, TokenizerFacts] = {}  # by the content of the files, since computing them is slow
 
 
 class TokenizerFacts(NamedTuple):
     """The facts of a saved tokenizer that data preparation depends on."""
 
     vocab_size: int
-    bos_id: int | None  # the first token of every text, where the tokenizer adds one
+    bos_id: int | None  # the first token of every text, if the tokenizer adds one
     eos_id: int | None
     fingerprint: str
-    after_bos: list[int] = []  # tokens that it adds after BOS, as GLM's does
+    after_bos: list[int] = []  # tokens that it adds after BOS, such as GLM's
 
     @property
     def start(self) -> list[int]:
@@ -70,10 +69,9 @@ class TokenizerFacts(NamedTuple):
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerFast:
-    """Return the tokenizer at `path`: a directory, a sentencepiece .model file, or a hub id.
+    """Return the tokenizer of a directory, a sentencepiece .model file, or a hub id. Raises UserError.
 
-    Of a directory it is tokenizer.json, else tokenizer.model, else vocab.json and merges.txt. Raises
-    UserError when nothing usable is there.
+    A directory has tokenizer.json, tokenizer.model, or vocab.json and merges.txt. The first of these is used.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -86,7 +84,7 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
 
 def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
-    """Save a tokenizer as data are encoded by it, with its vocabulary files, settings and chat template.
+    """Save a tokenizer with its vocabulary files, settings and chat template. Return its facts.
 
     Does not import transformers, which takes seconds.
     """
@@ -103,12 +101,12 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     base = backend.get_vocab(with_added_tokens=False)
     tokens = backend.get_added_tokens_decoder()
     added = {token.content: number for number, token in tokens.items() if token.content not in base}
-    if copied and added:  # llama.cpp reads them here
+    if copied and added:  # for llama.cpp
         (directory / ADDED).write_text(json.dumps(added, indent=1) + "\n", encoding="utf-8")
     fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     fixed["clean_up_tokenization_spaces"] = False
     fixed["added_tokens_decoder"] = {str(number): _described(token) for number, token in tokens.items()}
-    config = _kept(local, {token.content for token in tokens.values()}) | names | fixed
+    config = _neutral_settings(local, {token.content for token in tokens.values()}) | names | fixed
     if (template := chat_template(local)) is not None:
         config["chat_template"] = template
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -119,33 +117,33 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
 
 
 def _described(token: AddedToken) -> dict[str, Any]:
-    """Return what a tokenizer_config.json says of an added token."""
+    """Return the entry of an added token in tokenizer_config.json."""
     keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     return {key: getattr(token, key) for key in keys}
 
 
-def _kept(local: Path, added: set[str]) -> dict[str, Any]:
-    """Return the settings that change no ids of a text: KEPT, and special tokens without a role.
+def _neutral_settings(local: Path, added: set[str]) -> dict[str, Any]:
+    """Return the settings that do not change the ids of a text, and the special tokens without a role.
 
-    Inputs are token ids and mask unless the tokenizer names others: causal models take no token types.
+    Model inputs are token ids and mask unless the tokenizer names others: causal models take no token types.
     """
-    kept: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+    settings: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
     extra: list[str] = []
     for file in (local / "special_tokens_map.json", local / "tokenizer_config.json"):
         tree: dict[str, Any] = read_json(file, FILE_BYTES) if local.is_dir() and file.is_file() else {}
-        kept |= {key: tree[key] for key, valid in KEPT.items() if valid(tree.get(key))}
+        settings |= {key: tree[key] for key, valid in NEUTRAL_SETTINGS.items() if valid(tree.get(key))}
         for key in ("additional_special_tokens", "extra_special_tokens"):
             named = tree.get(key)
             if isinstance(named, dict):  # as transformers 4 writes it, by role
-                kept[key] = {role: token for role, token in named.items() if str(token) in added}
+                settings[key] = {role: token for role, token in named.items() if str(token) in added}
             elif isinstance(named, list):
                 contents = (token.get("content") if isinstance(token, dict) else token for token in named)
                 extra += [token for token in contents if isinstance(token, str) and token in added]
-    return kept | ({"additional_special_tokens": list(dict.fromkeys(extra))} if extra else {})
+    return settings | ({"additional_special_tokens": list(dict.fromkeys(extra))} if extra else {})
 
 
 def added_ids(backend: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids that a tokenizer puts before and after every text."""
+    """Return the ids that a tokenizer adds before and after every text."""
     encoded = backend.encode("a")
     columns = zip(encoded.ids, encoded.special_tokens_mask, encoded.attention_mask, strict=True)
     marked = [(number, bool(special)) for number, special, real in columns if real]  # without padding
@@ -155,23 +153,22 @@ def added_ids(backend: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def text_ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: bool) -> list[int]:
-    """Return the ids of a text as training rows begin: BOS where the tokenizer adds one, then its tokens.
+    """Return the ids of a text as in training rows: BOS if the tokenizer adds one, then its tokens.
 
-    Everything that gives a model a text or a prompt takes its ids from here, or from the tokenizer that
-    `load_tokenizer` returns, which adds the same. options: of the tokenizer's call.
+    All prompts of models use this function, or the tokenizer of `load_tokenizer`, which adds the same tokens.
+    options: for the call of the tokenizer.
     """
     start, _ = added_ids(tokenizer.backend_tokenizer)
     return [*start, *tokenizer(text, add_special_tokens=False, **options).input_ids]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast, eos_id: int | None = -1) -> str:
-    """Return the identity by content, 64 hex digits: vocabulary, merges, text rules, special tokens, start.
+    """Return a hash of vocabulary, merges, text rules, special tokens and start tokens, 64 hex digits.
 
-    It leaves out what changes no id of a row: how ids become text again, what follows a text, and how a file
-    writes what is not set.
+    Decoding, tokens after a text, and the form of unset values in files are not part of it.
 
-    eos_id: replaces its end-of-sequence token. An export of a chat model names the end of a turn there, and
-    still encodes texts as the data that it was trained on.
+    eos_id: replaces the end-of-sequence token. An export of a chat model has the end of a turn there, and
+    still encodes texts like its training data.
     """
     backend = tokenizer.backend_tokenizer
     eos = tokenizer.eos_token_id if eos_id == -1 else eos_id
@@ -179,12 +176,12 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast, eos_id: int | None
 
 
 def tokenizer_facts(directory: Path) -> TokenizerFacts:
-    """Return the facts of a saved tokenizer, without the seconds that importing transformers takes."""
+    """Return the facts of a saved tokenizer. Does not import transformers."""
     return _FACTS.get(_content(directory)) or read_tokenizer(directory)[1]
 
 
 def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
-    """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
+    """Return a saved tokenizer as the tokenizers library loads it, and its facts. Raises UserError."""
     content = _content(directory)
     backend, names = _read(directory, checked=content in _FACTS)
     if content not in _FACTS:
@@ -193,13 +190,13 @@ def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
 
 
 def _content(directory: Path) -> str:
-    """Return the names and hashes of a tokenizer's files, all that its facts depend on."""
+    """Return the names and hashes of a tokenizer's files, as the key of its facts."""
     files = [directory] if directory.is_file() else [directory / name for name in FILES]
     return json.dumps([(file.name, sha256(file)) for file in files if file.is_file()])
 
 
 def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
-    """Return the facts of a tokenizer whose special tokens have these names."""
+    """Return the facts of a tokenizer with these special tokens."""
     eos = backend.token_to_id(names.get("eos_token", ""))
     start, _ = added_ids(backend)
     size = 1 + max(backend.get_vocab().values(), default=-1)  # ids may have gaps
@@ -208,20 +205,23 @@ def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
 
 
 def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
-    """Return a note for the user about a tokenizer that cannot say where a text ends, or None."""
+    """Return a note for the user if a tokenizer has no end-of-sequence token, or None.
+
+    Raises UserError for instructions, which need the token.
+    """
     if facts.eos_id is not None:
         return None
     lacks = f"tokenizer {name} has no end-of-sequence token"
     if kind == "instruct":
         raise UserError(
-            f"{lacks}, so that no response would end; name one that its vocabulary has as eos_token in its "
-            "tokenizer_config.json"
+            f"{lacks}, which responses need. Set eos_token in its tokenizer_config.json to a token of its "
+            "vocabulary"
         )
-    return f"note: {lacks}: nothing in the tokens will tell where a document ends"
+    return f"note: {lacks}, so the ends of documents are not marked"
 
 
 def _fingerprint(backend: Tokenizer, start: list[int], eos: int | None) -> str:
-    """Return what `tokenizer_fingerprint` does."""
+    """See `tokenizer_fingerprint`."""
     bos = start if len(start) > 1 else start[0] if start else None
     tree = json.loads(backend.to_str())
     added = [
@@ -235,15 +235,15 @@ def _fingerprint(backend: Tokenizer, start: list[int], eos: int | None) -> str:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a sentencepiece BPE model of LLaMA's kind (bytes as fallback, digits apart) into `path`.
+    """Train a sentencepiece BPE model like LLaMA's, with byte fallback and split digits, into `path`.
 
-    Deterministic: one thread, no sampling. Raises UserError when the text cannot fill the vocabulary, or has
-    more characters than it takes.
+    Deterministic: one thread, no sampling. Raises UserError if the vocabulary is too large for the text, or
+    too small for its characters.
     """
     import sentencepiece
 
     def sentences() -> Iterator[str]:
-        """Yield lines in pieces of at most LINE characters, cut at spaces where there are any."""
+        """Yield lines in pieces of at most LINE characters, cut at spaces if possible."""
         for line in (line for text in texts for line in text.splitlines() if line.strip()):
             while len(line) > LINE:
                 end = line.rfind(" ", 1, LINE)
@@ -271,16 +271,16 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
         except RuntimeError as error:
             path.unlink(missing_ok=True)
             few = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
-            reason = "its characters alone take more" if few else one_line(error)
-            least = f"data.train_tokenizer={few[1]} or more" if few else "a smaller data.train_tokenizer"
+            reason = "its characters alone need more" if few else one_line(error)
+            advice = f"data.train_tokenizer={few[1]} or more" if few else "a smaller data.train_tokenizer"
             raise UserError(
-                f"no tokenizer of {vocab_size} pieces can be trained on this text: {reason}; set {least}",
+                f"no tokenizer of {vocab_size} pieces can be trained on this text: {reason}. Set {advice}",
                 code="vocabulary-too-small" if few else "vocabulary-too-large",
             ) from None
 
 
 def chat_template(directory: Path) -> str | None:
-    """Return the chat template of a directory's tokenizer, the default one of several. Raises UserError."""
+    """Return the (default) chat template of the tokenizer in a directory. Raises UserError."""
     file, config = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
     try:
         if file.is_file():
@@ -301,24 +301,24 @@ def set_chat_template(directory: Path, template: str) -> None:
 
 
 def _local(path: str | Path, revision: str | None) -> Path:
-    """Return the path of a local tokenizer, or of a hub model's files, from the cache or the network."""
+    """Return the path of a local tokenizer, or of the files of a hub model from the cache or the network."""
     if Path(path).exists():
         return Path(path)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(str(path), revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
-    except Exception as error:  # no id, offline, not found, gated: many classes, one meaning here
+    except Exception as error:  # no id, offline, not found, gated: many classes
         raise UserError(
-            f"tokenizer {path} is no directory, no .model file and no id that the hub gives "
-            f"({one_line(error, 200)})"
+            f"tokenizer {path} cannot be loaded ({one_line(error, 200)}): not a local directory, a .model "
+            "file or an accessible hub id. For a gated repo, accept its licence and set HF_TOKEN"
         ) from None
 
 
 def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return a tokenizer as data are encoded by it, and its special tokens. Raises UserError.
+    """Return a tokenizer and its special tokens. Raises UserError.
 
-    checked: the ids in these very bytes were looked at before, which takes as long as reading them.
+    checked: the ids in these files were checked before. The check takes as long as reading them.
     """
     names: dict[str, Any] = {}
     try:
@@ -331,18 +331,18 @@ def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]
                 _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
             backend = Tokenizer.from_str(content)
             if "eos_token" not in special_names(path) and backend.token_to_id("<|endoftext|>") is not None:
-                names = _byte_bpe_names(backend, path)  # GPT-2's directory does not name its own
+                names = _byte_bpe_names(backend, path)  # GPT-2's directory does not name them
         elif (path / "tokenizer.model").is_file():
             backend, names = _from_sentencepiece(path / "tokenizer.model")
         elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
             backend, names = _from_byte_bpe(path)
         else:
             raise UserError(
-                f"tokenizer {path} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
+                f"tokenizer {path} needs tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
             )
         names |= special_names(path)
         if getattr(backend.model, "dropout", None):
-            backend.model.dropout = None  # it would give a text other ids every time
+            backend.model.dropout = None  # it makes the ids random
         _apply_flags(backend, names, path)
         return backend, names
     except UserError:
@@ -352,7 +352,7 @@ def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]
 
 
 def special_names(directory: Path) -> dict[str, str]:
-    """Return the special tokens that a directory's own configuration names."""
+    """Return the special tokens in the configuration files of a directory."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         tree: dict[str, Any] = read_json(directory / file) if (directory / file).is_file() else {}
@@ -362,22 +362,22 @@ def special_names(directory: Path) -> dict[str, str]:
             if value:
                 if not isinstance(value, str):
                     raise ValueError(f"{file}: {name} must be text, not {type(value).__name__}")
-                value.encode()  # raises for half a character, which no token is
+                value.encode()  # raises for half a surrogate pair
                 names[name] = value
     return names
 
 
 def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> None:
-    """Make a tokenizer add BOS and EOS as add_bos_token and add_eos_token of its configuration say.
+    """Make a tokenizer add BOS and EOS according to add_bos_token and add_eos_token of its configuration.
 
-    Without a flag it adds what the post-processor in tokenizer.json adds, as `AutoTokenizer` has it. The
-    flags become part of the post-processor, so that every reader of the saved tokenizer gets the same ids.
+    Without a flag the post-processor in tokenizer.json decides, as in `AutoTokenizer`. The flags become part
+    of the post-processor, so that all users of the saved tokenizer get the same ids.
     """
     file = directory / "tokenizer_config.json"
     settings: dict[str, Any] = read_json(file) if file.is_file() else {}
-    own = [[str(backend.id_to_token(number)) for number in ids] for ids in added_ids(backend)]
+    current = [[str(backend.id_to_token(number)) for number in ids] for ids in added_ids(backend)]
     wanted = []
-    for kind, added in zip(("bos", "eos"), own, strict=True):
+    for kind, added in zip(("bos", "eos"), current, strict=True):
         flag, token = settings.get(f"add_{kind}_token"), names.get(f"{kind}_token", "")
         if flag is True and not added and backend.token_to_id(token) is not None:
             added = [token]
@@ -385,12 +385,12 @@ def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> 
             reason = "there is no such token" if flag is True else "it must be true or false"
             raise UserError(f"{file}: add_{kind}_token is {flag!r}, but {reason}", code="tokenizer")
         wanted.append([] if flag is False else added)
-    if wanted != own:
+    if wanted != current:
         _set_added(backend, *wanted)
 
 
 def _set_added(backend: Tokenizer, start: list[str], end: list[str]) -> None:
-    """Let a tokenizer put these tokens before and after every text."""
+    """Make a tokenizer add these tokens before and after every text."""
     special: Any = [(token, backend.token_to_id(token)) for token in dict.fromkeys((*start, *end))]
     single, pair = [*start, "$A", *end], [*start, "$A", "$B", *end]
     backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
@@ -408,12 +408,12 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     rewrites = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
     if trainer.model_type != trainer.BPE or rewrites or odd or trainer.treat_whitespace_as_suffix:
         raise UserError(
-            f"tokenizer {file} is not a plain BPE sentencepiece model as LLaMA's is; "
-            "give a directory with its tokenizer.json"
+            f"tokenizer {file} is not a plain BPE sentencepiece model like LLaMA's. "
+            "Use a directory with its tokenizer.json"
         )
     vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown = next(p.piece for p in model.pieces if p.type == UNKNOWN)
-    ranked = []  # every way to join two pieces into a third; sentencepiece takes the best score first
+    ranked = []  # all ways to merge two pieces into a third. sentencepiece uses the best score first
     for i, piece in enumerate(model.pieces):
         text = piece.piece if piece.type == NORMAL else ""
         for cut in range(1, len(text)):
@@ -438,8 +438,8 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     for text in PROBES:
         if backend.encode(text, add_special_tokens=False).ids != original.encode(text):
             raise UserError(
-                f"tokenizer {file} cannot be converted: {text!r} would not get the ids of sentencepiece; "
-                "give a directory with its tokenizer.json"
+                f"tokenizer {file} cannot be converted: {text!r} would have other ids than in "
+                "sentencepiece. Use a directory with its tokenizer.json"
             )
     backend.encode_special_tokens = False
     if "bos_token" in names:  # as the models of this kind were trained
@@ -448,17 +448,17 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _check_ids(vocab: Any, added: Iterable[Any] = ()) -> None:
-    """Raise ValueError for ids that no vocabulary has: the library makes room for all below the largest.
+    """Raise ValueError for implausible ids: the library allocates memory for all ids below the largest.
 
-    vocab: a list of pieces, which numbers them itself, or ids by piece.
+    vocab: ids by piece, or a list of pieces, which has no ids.
     """
     ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token["id"] for token in added)]
-    if not all(type(number) is int and 0 <= number < MOST_IDS for number in ids):
-        raise ValueError(f"one of its token ids is no number below {MOST_IDS:,}")
+    if not all(type(number) is int and 0 <= number < MAX_IDS for number in ids):
+        raise ValueError(f"a token id is not a number below {MAX_IDS:,}")
 
 
 def _from_byte_bpe(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """Return GPT-2's kind of BPE over bytes, from its vocabulary and merges, and its special tokens."""
+    """Return a byte-level BPE tokenizer like GPT-2's from its vocabulary, and its special tokens."""
     _check_ids(read_json(directory / "vocab.json", FILE_BYTES))
     backend = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -473,8 +473,11 @@ def _from_byte_bpe(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _byte_bpe_names(backend: Tokenizer, directory: Path) -> dict[str, str]:
-    """Return the special tokens of GPT-2 and OPT, which use one for all."""
-    for end, others in (("</s>", {"pad_token": "<pad>"}), ("<|endoftext|>", {})):  # OPT knows the second too
+    """Return the special tokens of GPT-2 and OPT, which use one token for all roles."""
+    for end, others in (("</s>", {"pad_token": "<pad>"}), ("<|endoftext|>", {})):  # OPT also has the second
         if backend.token_to_id(end) is not None:
             return dict.fromkeys(SPECIALS[:3], end) | others
-    raise UserError(f"tokenizer {directory} has neither <|endoftext|> nor </s>: which ends a text?")
+    raise UserError(
+        f"tokenizer {directory} has no end-of-text token (looked for <|endoftext|> and </s>). Set eos_token "
+        "in its tokenizer_config.json"
+    )

@@ -1,9 +1,11 @@
-"""Text -> token ids, each word encoded once.
+"""The word cache: text -> token ids, with each distinct word encoded once.
 
-A text repeats its words, and most tokenizers never merge across a space. Where a tokenizer's own definition
-proves that, the ids of a text are those of its words, one after the other, and a word that comes again is
-looked up: several times as fast as the tokenizer alone, with the same ids. `prepare` compares both ways on
-real rows before it trusts the proof.
+What it buys: text is encoded about twice as fast as by the tokenizer alone, with the same ids. It costs this
+module, its check in `encode.words_agree`, and their tests.
+
+How it works: texts repeat words, and most tokenizers never merge across a space. If the definition of a
+tokenizer proves that (`word_rule`), the ids of a text are the concatenated ids of its words, and repeated
+words are looked up. `prepare` compares both ways on real rows before it uses the cache.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from tokenizers import Tokenizer
 
 from .tokenizer import SPACE, special_names
 
-REMEMBERED = 32 << 20  # bytes that remembered words may take; then all are forgotten
-LONGEST = 128  # characters of a word that is remembered: longer ones seldom come again
-SLOT = 230  # bytes of a dictionary's entry and of its two objects, without the content
+CACHE_BYTES = 32 << 20  # the cache is cleared when it is larger
+MAX_CHARS = 128  # longer words are rarely repeated and not cached
+ENTRY_BYTES = 230  # of a dictionary's entry and its two objects, without the content
 
-# A sentencepiece model's word ends before a space and around line breaks.
+# A word of a sentencepiece model ends before a space and around line breaks.
 PIECES = rf"[ {SPACE}]*[^ {SPACE}\n]+|[ {SPACE}]+|\n+"
 PIECES_NORMALIZER = {
     "type": "Sequence",
@@ -37,8 +39,8 @@ PIECES_NORMALIZER = {
 }
 BYTE_PIECES = {f"<0x{byte:02X}>" for byte in range(256)}
 LINE_BREAK = "<0x0A>"
-# GPT-2's pattern never matches across the step from a character that is not white space to one that is. Which
-# are, Unicode says; Python's \s has four more.
+# GPT-2's pattern never matches white space after another character. This is Unicode's white space: Python's
+# \s has four more characters.
 WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 WHITE_SPACE = tuple(re.findall(f"[{WHITE}]", "".join(map(chr, range(0x3001)))))
 BYTES = rf"[{WHITE}]*[^{WHITE}]+|[{WHITE}]+"
@@ -46,9 +48,9 @@ BYTES_SPLITTER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": T
 
 
 class TextEncoder:
-    """The encoder of training text (see `encoder`) for many texts, to ids as bytes of `dtype`.
+    """Encodes many training texts as ids, in bytes of `dtype`. See `encoder`.
 
-    With `by_words` false every text is encoded whole, whatever the tokenizer.
+    Without `by_words` every text is encoded as a whole.
     """
 
     def __init__(self, directory: Path, dtype: np.dtype, by_words: bool = True) -> None:
@@ -57,82 +59,84 @@ class TextEncoder:
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
         pieces = bool(rule and rule[0] == PIECES)
-        # Where nothing cuts a word any further, the model itself gives its ids, in half the time.
+        # If nothing cuts a word further, the model alone gives its ids, in half the time.
         self.merge = self.continuing.model.tokenize if pieces else None
-        self.joined = SPACE if pieces else WHITE_SPACE  # what a space that follows it belongs to
-        self.known = KnownWords(self._word)  # as they stand
-        self.spaced = KnownWords(self._after_space, lines=False)  # what stands between two spaces
+        self.attaching = SPACE if pieces else WHITE_SPACE  # characters to which a following space belongs
+        self.cache = WordCache(self._encode_word)
+        self.spaced_cache = WordCache(self._encode_after_space, lines=False)  # texts between two spaces
 
     @cached_property
     def beginning(self) -> Tokenizer:
-        """For text that nothing precedes."""
+        """Return the encoder of a text's beginning."""
         return encoder(self.directory)
 
     @cached_property
     def continuing(self) -> Tokenizer:
-        """For text that continues earlier text, and for words."""
+        """Return the encoder of text that continues earlier text, and of words."""
         return encoder(self.directory, continuing=True)
 
     def encode(self, texts: Sequence[str], continuing: bool = False) -> list[bytes]:
-        """Return the ids of each text; with `continuing` it continues earlier text."""
+        """Return the ids of each text. With `continuing` it continues earlier text."""
         if self.words is None:
             tokenizer = self.continuing if continuing else self.beginning
             encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             return [array(self.dtype.char, encoding.ids).tobytes() for encoding in encoded]
         before = "" if continuing else self.before
-        return [self._text(before + text) if text else b"" for text in texts]
+        return [self._encode_text(before + text) if text else b"" for text in texts]
 
-    def _text(self, text: str) -> bytes:
+    def _encode_text(self, text: str) -> bytes:
         """Return the ids of a text.
 
-        A word begins at every single space, so that texts are cut there, which is fast, and remembered; a
-        text in which a space belongs to white space before it is cut by the pattern alone.
+        A word begins at every single space, so texts are cut there, which is fast. Only a text in which a
+        space belongs to white space before it is cut by the pattern.
         """
         inner = text.strip(" ")
         first, *others = inner.split(" ")
-        if inner and not first.endswith(self.joined):
+        if inner and not first.endswith(self.attaching):
             before, _, after = text.partition(inner)
             with contextlib.suppress(KeyError):
-                words = b"".join(map(self.spaced.__getitem__, others))
-                return self._words(before + first) + words + self._words(after)
-        return self._words(text)
+                words = b"".join(map(self.spaced_cache.__getitem__, others))
+                return self._encode_words(before + first) + words + self._encode_words(after)
+        return self._encode_words(text)
 
-    def _words(self, text: str) -> bytes:
+    def _encode_words(self, text: str) -> bytes:
         assert self.words is not None
-        return b"".join(map(self.known.__getitem__, self.words(text)))
+        return b"".join(map(self.cache.__getitem__, self.words(text)))
 
-    def _word(self, word: str) -> bytes:
+    def _encode_word(self, word: str) -> bytes:
         if self.merge is not None:
             ids = [token.id for token in self.merge(word.replace(" ", SPACE))]
         else:
             ids = self.continuing.encode(word, add_special_tokens=False).ids
         return array(self.dtype.char, ids).tobytes()
 
-    def _after_space(self, text: str) -> bytes:
-        """Return the ids of a space and a text. Raises KeyError where a space after it begins no word."""
-        if text.isalnum():  # without white space it is one word under every rule
-            return self._word(f" {text}")
-        if not text or text.endswith(self.joined):
+    def _encode_after_space(self, text: str) -> bytes:
+        """Return the ids of a space and a text. Raises KeyError if a space after it begins no word."""
+        if text.isalnum():  # one word under every rule
+            return self._encode_word(f" {text}")
+        if not text or text.endswith(self.attaching):
             raise KeyError(text)
         assert self.words is not None
         words = self.words(f" {text}")
-        return self._word(words[0]) if len(words) == 1 else b"".join(map(self.known.__getitem__, words))
+        return (
+            self._encode_word(words[0]) if len(words) == 1 else b"".join(map(self.cache.__getitem__, words))
+        )
 
 
-class KnownWords(dict[str, bytes]):
-    """Ids of words; a word that is looked up for the first time is encoded. At most REMEMBERED bytes."""
+class WordCache(dict[str, bytes]):
+    """Ids of words. A word is encoded when it is looked up for the first time."""
 
     def __init__(self, encode: Callable[[str], bytes], lines: bool = True) -> None:
-        """lines: whether a word with line breaks inside is remembered."""
+        """lines: whether words with line breaks inside are cached."""
         self.encode, self.lines = encode, lines
         self.bytes = 0
 
     def __missing__(self, word: str) -> bytes:
         ids = self.encode(word)
-        if len(word) > LONGEST or (not self.lines and "\n" in word.strip("\n")):
+        if len(word) > MAX_CHARS or (not self.lines and "\n" in word.strip("\n")):
             return ids
-        size = 4 * len(word) + len(ids) + SLOT
-        if self.bytes + size > REMEMBERED:
+        size = 4 * len(word) + len(ids) + ENTRY_BYTES
+        if self.bytes + size > CACHE_BYTES:
             self.clear()
             self.bytes = 0
         self.bytes += size
@@ -141,13 +145,12 @@ class KnownWords(dict[str, bytes]):
 
 
 def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
-    """Return a pattern that cuts text into words encoded apart, and what is put before a text, or None.
+    """Return a pattern of words that can be encoded separately, and the prefix of a text. None: no such rule.
 
-    `tree` is the content of tokenizer.json. Proven for two kinds of byte-pair encoders. GPT-2's own pattern
-    cuts first. LLaMA's merges work on the whole text, but none of them makes a piece in which a space
-    follows something else, or a line break has something else beside it; what no merge joins remains apart.
-    There every character must have ids of its own, by bytes if need be: unknown characters are joined
-    across words.
+    `tree` is the content of tokenizer.json. The rule is proven for two kinds of byte-pair encoders. GPT-2's
+    pattern itself cuts text into words. LLaMA merges in the complete text, but no merge makes a piece with a
+    space after another character, or with a line break next to another character. There every character must
+    have ids, if necessary by bytes: unknown characters would be merged across words.
     """
     model, normalizer, splitter = tree["model"], tree["normalizer"], tree["pre_tokenizer"]
     if model["type"] != "BPE" or not all(token["special"] for token in tree["added_tokens"]):
@@ -161,8 +164,8 @@ def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
     vocab = model["vocab"]
     if SPACE not in vocab or not model["byte_fallback"] or not vocab.keys() >= BYTE_PIECES:
         return None
-    joined = "\0".join(a + b for a, b in model["merges"])
-    crossing = re.search(rf"[^{SPACE}\0]{SPACE}|[^\n\0]\n|\n[^\n\0]|{LINE_BREAK}", joined)
+    merges = "\0".join(a + b for a, b in model["merges"])
+    crossing = re.search(rf"[^{SPACE}\0]{SPACE}|[^\n\0]\n|\n[^\n\0]|{LINE_BREAK}", merges)
     return None if crossing else (PIECES, " ")
 
 
@@ -178,13 +181,13 @@ def _content(directory: Path) -> str:
 
 @lru_cache(maxsize=1)
 def _tree(content: str) -> dict[str, Any]:
-    """Return what a tokenizer.json holds, which nobody changes."""
+    """Return the parsed tokenizer.json, which must not be changed."""
     tree: dict[str, Any] = json.loads(content)
     return tree
 
 
 def special_tokens(directory: Path) -> tuple[str, ...]:
-    """Return all special tokens of a saved tokenizer, in order."""
+    """Return all special tokens of a saved tokenizer, sorted."""
     return tuple(sorted(_special_tokens(directory, _content(directory))))
 
 
@@ -194,10 +197,10 @@ def _special_tokens(directory: Path, content: str) -> frozenset[str]:
 
 
 def encoder(directory: Path, continuing: bool = False, markup: bool = False) -> Tokenizer:
-    """Return the bare encoder of a saved tokenizer: it adds no special token, and finds none in the text.
+    """Return an encoder of a saved tokenizer that adds no special tokens and finds none in the text.
 
-    "</s>" in a document is five characters, never the end-of-sequence id; in `markup`, which a chat template
-    writes, it is that. With `continuing` the text continues earlier text: no space is put before it.
+    "</s>" in a document is four characters, never the end-of-sequence id. With `markup`, for text of a chat
+    template, it is that id. With `continuing`, for text after other text, no space is put before the text.
     """
     content = _content(directory)
     return _encoder(content, _special_tokens(directory, content), continuing, markup)
@@ -205,7 +208,7 @@ def encoder(directory: Path, continuing: bool = False, markup: bool = False) -> 
 
 @lru_cache(maxsize=4)
 def _encoder(content: str, specials: frozenset[str], continuing: bool, markup: bool) -> Tokenizer:
-    """Return the encoder of a tokenizer.json's content, always the same object: nobody changes it."""
+    """Return the encoder of a tokenizer.json's content. The object is shared and must not be changed."""
     tree = _tree(content)
     if continuing:
         tree = tree | {part: _without_prefix(tree[part]) for part in ("normalizer", "pre_tokenizer")}
@@ -218,13 +221,13 @@ def _encoder(content: str, specials: frozenset[str], continuing: bool, markup: b
         texts = [special, f" {special} ", f"x{special}x"]
         number = backend.token_to_id(special)
         if any(number in encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)):
-            # It is a piece as well, so that text may spell it.
+            # It is also a piece of the vocabulary, so text may produce it.
             return _bare(json.dumps(_renamed(tree, specials)))
     return backend
 
 
 def _bare(content: str) -> Tokenizer:
-    """Return the tokenizer that a tokenizer.json describes, as an encoder of plain text."""
+    """Return the tokenizer of a tokenizer.json as an encoder of plain text."""
     backend = Tokenizer.from_str(content)
     backend.post_processor = None
     backend.no_padding()
@@ -234,7 +237,7 @@ def _bare(content: str) -> Tokenizer:
 
 
 def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
-    """Return the same tokenizer with names of special tokens that no text contains."""
+    """Return the tokenizer with its special tokens renamed to names that no text contains."""
 
     def name(token: str) -> str:
         return f"\0{token}" if token in specials else token
@@ -253,7 +256,7 @@ def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a normalizer or pre-tokenizer that puts nothing before the text."""
+    """Return a normalizer or pre-tokenizer without the space before the text."""
     if part is None or part["type"] == "Prepend":
         return None
     for name in ("normalizers", "pretokenizers"):

@@ -1,1 +1,1 @@
-"""Which documents are kept: deduplication, contamination, limits and splits."""
+"""Selection of documents: deduplication, contamination, limits and splits."""

@@ -1,10 +1,10 @@
-"""Does the training text contain test rows of the evaluation tasks? An n-gram overlap report.
+"""The n-gram overlap of the training text with the test rows of the evaluation tasks.
 
-A gram is n consecutive words, letters and digits only, as grams.py counts them in any script; a test row of
-fewer words (but at least SHORTEST) has grams of as many whole words as it has. Grams are compared by 64-bit
-hashes that numpy computes for many texts at once, so that the check costs little beside tokenising.
+A gram is n consecutive words of letters and digits, as grams.py counts them in any script. A test row with
+fewer words (but at least MIN_WORDS) has one gram with all its words. Grams are compared by 64-bit hashes that
+numpy computes for many texts at once, so that the check costs little compared with tokenizing.
 
-The report names a test row by the digest of its text: copies of one data set number their rows differently.
+The report names a test row by the digest of its text, because copies of a data set number rows differently.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from emo.common.errors import UserError
 from emo.common.io.files import write_atomically
 
-from ..sources.inputs import read_text
+from ..sources.files import read_text
 from .grams import WORD, folded, split
 
-SHORTEST = 4  # words; shorter rows say nothing
+MIN_WORDS = 4  # shorter rows are not compared
 COLUMNS = ("text", "question")  # of a task's rows
-EXAMPLES = 5  # shown per task
+EXAMPLES = 5  # of each task
 SHARED = "overlapping_texts"  # in the report: digest of a row's text -> share of its grams that were found
 SIEVE_BITS = 22
 
@@ -34,24 +34,24 @@ class Grams(NamedTuple):
     """All grams of the tasks' test rows."""
 
     hashes: np.ndarray  # uint64 [grams], sorted, distinct
-    lengths: np.ndarray  # int64: which lengths there are, in words
+    lengths: np.ndarray  # int64: the distinct lengths, in words
     pairs: np.ndarray  # int64 [pairs, 2]: gram, row
     task: np.ndarray  # str [rows]
     text: np.ndarray  # str [rows]
 
 
 def row_text(row: Mapping[str, Any]) -> str | None:
-    """Return the text by which a row of a task is looked for and recognised."""
+    """Return the text of a task's row that is searched for and identifies the row."""
     return next((row[column] for column in COLUMNS if isinstance(row.get(column), str)), None)
 
 
 def digest(text: str) -> str:
-    """Return a digest of a row's text, the same whatever its case and spaces."""
+    """Return a digest of a row's text that ignores case and spaces."""
     return hashlib.sha256(folded(text).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def collect(directory: Path, n: int) -> Grams:
-    """Return the grams of every <directory>/<task>/test.jsonl. Raises UserError when there are none."""
+    """Return the grams of every <directory>/<task>/test.jsonl. Raises UserError if there are none."""
     files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
     if not files:
         raise UserError(f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)")
@@ -70,9 +70,9 @@ def collect(directory: Path, n: int) -> Grams:
             rows.append((file.parent.name, text))
     words = split([text for _, text in rows])
     size = np.minimum(words.totals(len(rows)) // WORD, n)  # words in each row's grams
-    lengths = np.unique(size[size >= SHORTEST])
+    lengths = np.unique(size[size >= MIN_WORDS])
     if not len(lengths):
-        raise UserError(f"no test row in {directory} has {SHORTEST} words")
+        raise UserError(f"no test row in {directory} has {MIN_WORDS} words")
     grams = []
     for length in lengths.tolist():
         hashes, owners = words.grams(length)
@@ -84,31 +84,31 @@ def collect(directory: Path, n: int) -> Grams:
 
 
 def save(grams: Grams, path: Path) -> None:
-    """Write grams for the workers."""
+    """Write grams to a file for the workers."""
     write_atomically(path, lambda sink: np.savez(sink, **grams._asdict()))
 
 
 def load(path: Path) -> Grams:
-    """Return what `save` wrote."""
+    """Return the grams that `save` wrote."""
     with np.load(path) as file:
         return Grams(*(file[name] for name in Grams._fields))
 
 
 class Finder:
-    """Looks for grams in texts."""
+    """Finds grams in texts."""
 
     def __init__(self, grams: Grams) -> None:
         self.grams = grams
-        self.sieve = np.zeros(1 << SIEVE_BITS, bool)  # most hashes are ruled out by one look here
+        self.sieve = np.zeros(1 << SIEVE_BITS, bool)  # rules out most hashes fast
         self.sieve[grams.hashes >> np.uint64(64 - SIEVE_BITS)] = True
 
     def overlap(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
-        """Return which grams the texts contain, int64, distinct; and how many texts contain one."""
+        """Return the distinct grams in the texts, int64, and how many texts contain a gram."""
         words = split(texts)
         grams = [words.grams(n) for n in self.grams.lengths.tolist()]
         hashes, text = (np.concatenate(column) for column in zip(*grams, strict=True))
-        likely = self.sieve[hashes >> np.uint64(64 - SIEVE_BITS)]
-        hashes, text = hashes[likely], text[likely]
+        possible = self.sieve[hashes >> np.uint64(64 - SIEVE_BITS)]
+        hashes, text = hashes[possible], text[possible]
         index = np.searchsorted(self.grams.hashes, hashes)
         index[index == len(self.grams.hashes)] = 0
         same = self.grams.hashes[index] == hashes
@@ -116,9 +116,13 @@ class Finder:
 
 
 def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[str, Any]:
-    """Return, for each task which test rows share grams with the training text, and how much of them.
+    """Return the test rows of each task that share grams with the training text, and the shared part.
 
-    hits: grams found in any training row; documents: training rows in which one was found.
+    Args:
+        grams: the grams of all tasks.
+        hits: grams found in any training row.
+        documents: training rows with at least one gram.
+        n: words in a gram.
     """
     hit_grams = np.isin(np.arange(len(grams.hashes)), list(hits))
     total = np.bincount(grams.pairs[:, 1], minlength=len(grams.text))

@@ -1,12 +1,12 @@
-"""Words of texts in any script, and hashes of all runs of n words: what texts are compared by.
+"""Words of texts in any script, and hashes of all runs of n words, by which texts are compared.
 
-Texts are compared as they read: Unicode's compatibility form (NFKC) with case folded, without characters
-that are not seen. Where words are written without spaces, every character counts by itself, as a half of a
-word (Chinese characters, kana) or a quarter (Thai, Khmer, Lao, Burmese and their like, where a word takes
-about four code points), so that a run of n words is about as long in every script.
+Texts are compared in Unicode's compatibility form (NFKC), with case folded and without invisible characters.
+In scripts without spaces every character counts separately: as half a word (Chinese characters, kana) or a
+quarter (Thai, Khmer, Lao, Burmese and similar scripts, whose words have about four code points). A run of n
+words is therefore about equally long in every script.
 
-The hash is a polynomial modulo 2**64 over the letters, from whose running sum numpy has the hash of every run
-of many texts at once.
+The hash is a polynomial modulo 2**64 over the letters. numpy derives the hashes of all runs of many texts
+from its running sum.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import NamedTuple
 import numpy as np
 
 WORD = 4  # weight of a word
-POWERS = 1 << 20  # letters of a usual piece at most
+POWERS = 1 << 20  # most letters of a usual piece
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, so that it has an inverse modulo 2**64
 _BEGIN = np.uint64(1 << 32)  # added to a letter that begins a word
 
 # Classes of characters.
 _UNKNOWN, _SPACE, _IGNORED, _PUNCTUATION, _SYMBOL, _LETTER, _MARK, _HALF, _QUARTER = range(9)
 _WEIGHTS = np.array([WORD, WORD, WORD, WORD, WORD, WORD, WORD, WORD // 2, WORD // 4])
-# Scripts that separate no words, by the beginnings of their characters' names.
+# Scripts without spaces between words, by the beginnings of their characters' names.
 _HALVES = ("CJK ", "HIRAGANA ", "KATAKANA", "BOPOMOFO ", "YI SYLLABLE", "TANGUT ", "NUSHU ", "IDEOGRAPHIC ")
 _QUARTERS = (
     *("THAI ", "LAO ", "KHMER ", "MYANMAR ", "TAI ", "NEW TAI LUE ", "BALINESE ", "JAVANESE ", "SUNDANESE "),
     *("TIBETAN ", "CHAM ", "BATAK ", "REJANG ", "AHOM ", "KAWI "),
 )
-_classes = np.zeros(0x110000, np.uint8)  # of the characters that were met
+_classes = np.zeros(0x110000, np.uint8)  # of the characters seen so far
 
 
 class Words(NamedTuple):
-    """The words of some texts, ready for the hashes of their runs."""
+    """The words of texts, prepared for the hashes of their runs."""
 
-    text: np.ndarray  # int64 [words]: which text each is from
-    starts: np.ndarray  # int64 [words + 1]: first letter of each, and the number of letters
-    weights: np.ndarray  # int64 [words + 1]: weight of all words before
-    prefix: np.ndarray  # uint64 [letters + 1]: hash of all letters before
+    text: np.ndarray  # int64 [words]: the text of each word
+    starts: np.ndarray  # int64 [words + 1]: first letter of each word, and the number of letters
+    weights: np.ndarray  # int64 [words + 1]: weight of all earlier words
+    prefix: np.ndarray  # uint64 [letters + 1]: hash of all earlier letters
     inverses: np.ndarray  # uint64 [letters + 1]: powers of the inverse multiplier
 
     def totals(self, count: int) -> np.ndarray:
@@ -50,9 +50,9 @@ class Words(NamedTuple):
         return np.bincount(self.text, np.diff(self.weights), count).astype(np.int64)
 
     def grams(self, n: int | np.ndarray, short: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the hashes of all runs of n words of one text, uint64, and the text of each, ascending.
+        """Return the hashes of all runs of n words, uint64, and the text of each run, ascending.
 
-        n: for all texts or, int64 [texts], for each. short: a text of fewer words is a run of its own length.
+        n: one number for all texts, or int64 [texts]. short: a text with fewer words is one run.
         """
         words = n if isinstance(n, int) else n[self.text]
         if self.weights[-1] == WORD * len(self.text):
@@ -60,16 +60,16 @@ class Words(NamedTuple):
         else:
             end = np.searchsorted(self.weights, self.weights[:-1] + WORD * words)
         bounds = np.cumsum(np.bincount(self.text))[self.text]  # the word after the text's last
-        whole = end <= bounds
-        if short and len(whole):
-            whole |= np.append(True, self.text[1:] != self.text[:-1])
-        begin, end = np.flatnonzero(whole), np.minimum(end, bounds)[whole]
+        valid = end <= bounds
+        if short and len(valid):
+            valid |= np.append(True, self.text[1:] != self.text[:-1])
+        begin, end = np.flatnonzero(valid), np.minimum(end, bounds)[valid]
         first, last = self.starts[begin], self.starts[end]
         return (self.prefix[last] - self.prefix[first]) * self.inverses[first], self.text[begin]
 
 
 def split(texts: Sequence[str], punctuation: bool = False) -> Words:
-    """Return the words of texts: letters, digits and marks; or, with punctuation, all that is no space."""
+    """Return the words of texts: letters, digits and marks, or with `punctuation` everything but spaces."""
     joined = "\0".join(text.replace("\0", " ") for text in texts)
     if joined.isascii():
         letters = np.frombuffer(joined.lower().encode(), np.uint8)
@@ -88,7 +88,7 @@ def split(texts: Sequence[str], punctuation: bool = False) -> Words:
     used = np.flatnonzero(inside)
     kinds = classes[used]
     alone = (kinds >= _HALF) | (kinds == _SYMBOL)
-    # A word begins at a character that counts by itself, and at any other but a mark after such a one.
+    # A word begins at a character that counts separately, and after such a character unless a mark follows.
     first = alone.copy()
     first[1:] |= alone[:-1] & (kinds[1:] != _MARK)
     first |= np.append(True, gaps[1:] != gaps[:-1])[: len(used)]
@@ -111,14 +111,14 @@ def split(texts: Sequence[str], punctuation: bool = False) -> Words:
 
 
 def folded(text: str) -> str:
-    """Return a text in the form in which two copies of it are equal: case and spaces do not count."""
+    """Return a text in a form that ignores case and spaces, for comparison."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def tokens(text: str) -> list[str]:
-    """Return the words of a text in lower case; characters of scripts without spaces count by themselves.
+    """Return the words of a text in lower case. Characters of scripts without spaces are separate words.
 
-    Of ASCII text these are the runs of letters and digits, as rouge-score has them.
+    The words of ASCII text are the runs of letters and digits, as in rouge-score.
     """
     if text.isascii():
         return re.findall("[a-z0-9]+", text.lower())
@@ -139,7 +139,7 @@ def tokens(text: str) -> list[str]:
 
 
 def units(text: str) -> list[str]:
-    """Return what stands between spaces, and of scripts without spaces every character by itself."""
+    """Return the text between spaces. Characters of scripts without spaces are separate units."""
     result: list[str] = []
     for word in (text if text.isascii() else unicodedata.normalize("NFKC", text)).split():
         if word.isascii():
@@ -157,9 +157,9 @@ def units(text: str) -> list[str]:
 
 
 def end_of_words(text: str, count: int) -> int:
-    """Return where the first `count` words of a text end, counted like `units`: its length if it has fewer.
+    """Return the end of the first `count` units of a text (see `units`), or its length if it has fewer.
 
-    Marks stay with their letter.
+    A mark belongs to its letter.
     """
     end, found, after_space, after_alone = 0, 0, True, False
     for i, letter in enumerate(text):
@@ -201,7 +201,7 @@ def _class_of(letter: str) -> int:
 
 
 def mixed(numbers: np.ndarray) -> np.ndarray:
-    """Return each number scattered over all of uint64, by splitmix64's finaliser."""
+    """Return hashes of numbers, uint64, by the finaliser of splitmix64."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
     return numbers ^ (numbers >> np.uint64(31))
@@ -209,14 +209,14 @@ def mixed(numbers: np.ndarray) -> np.ndarray:
 
 @cache
 def _ascii_values() -> np.ndarray:
-    """Return the value of each letter within a word, and of each that begins one."""
+    """Return the value of each letter within a word, and of each letter that begins a word."""
     letters = np.arange(128, dtype=np.uint64)
     return mixed(np.concatenate([letters, letters + _BEGIN]))
 
 
 @lru_cache(maxsize=1)
 def _power_tables(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return tables of `size` powers; the last one is kept, since most pieces are alike."""
+    """Return tables of `size` powers. The last tables are kept, since most pieces have the same size."""
     bases = np.array([_MULTIPLIER, pow(_MULTIPLIER, -1, 2**64)], np.uint64)
     tables = np.ones((2, size), np.uint64)
     tables[:, 1:] = bases[:, None]

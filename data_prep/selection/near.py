@@ -1,9 +1,9 @@
-"""Which rows resemble each other: MinHash signatures, compared where they agree in a whole band.
+"""Near duplicates: MinHash signatures of rows, compared if they agree in a complete band.
 
-A text has one signature. An instruction row has two, of what the user says and of the responses, and
-resembles another where both do: rows that share a system message, a passage or examples are no duplicates of
-each other as long as they teach other responses. A response of fewer than TELLING words says too little to
-know a row by: then the user must say the same.
+A text has one signature. An instruction row has two, of the prompts and of the responses, and both must be
+similar. Rows that share a system message, a passage or examples are no duplicates if they teach other
+responses. A response of fewer than MIN_RESPONSE words is too short to compare: then the prompts must be
+equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from ..encoding.templates import Chat, Conversation
-from ..sources.rows import Row, plain_text
+from ..sources.rows import plain_text
+from ..sources.spec import Row
 from .arrow import array_of, bytes_of, lists_of, numbers_of
 from .grams import WORD, mixed, split
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 PERMUTATIONS = 128
 SHINGLE = 5  # words
-TELLING = 10  # words
-WHOLE = 1 << 40  # words in a shingle that is a whole text
-BATCH = 1 << 12  # signatures that are held at once, half a KiB or one each
+MIN_RESPONSE = 10  # words
+UNLIMITED = 1 << 40  # words in a shingle that is a complete text
+BATCH = 1 << 12  # pairs that are compared at once, with up to 1 KiB of signatures each
 # Factors, odd, and summands, uint64 [PERMUTATIONS, 2].
 _PERMUTED = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).reshape(-1, 2)
 _PERMUTED[:, 0] |= np.uint64(1)
@@ -38,14 +39,14 @@ def signatures(rows: Sequence[Row], kind: str) -> np.ndarray:
     """Return MinHash signatures of rows: uint32 [rows, 1 (text) or 2 (instruct), PERMUTATIONS]."""
     if kind == "text":
         return _signatures([plain_text(row) for row in rows], SHINGLE)[:, None]
-    prompts, responses = zip(*map(_sides, rows), strict=True) if rows else ((), ())
-    telling = split(responses).totals(len(rows)) >= TELLING * WORD
-    signed = _signatures(prompts, np.where(telling, SHINGLE, WHOLE))
+    prompts, responses = zip(*map(_prompt_and_response, rows), strict=True) if rows else ((), ())
+    comparable = split(responses).totals(len(rows)) >= MIN_RESPONSE * WORD
+    signed = _signatures(prompts, np.where(comparable, SHINGLE, UNLIMITED))
     return np.stack([signed, _signatures(responses, SHINGLE, salt=1)], axis=1)
 
 
-def _sides(row: Row) -> tuple[str, str]:
-    """Return what the user says and what the assistant says in an instruction row."""
+def _prompt_and_response(row: Row) -> tuple[str, str]:
+    """Return the text of the user and the text of the assistant in an instruction row."""
     if isinstance(row, Conversation):
         prompts = "\n".join(f"{exchange.prompt}\n{exchange.input}" for exchange in row.exchanges)
         return prompts, "\n".join(exchange.response for exchange in row.exchanges)
@@ -53,10 +54,9 @@ def _sides(row: Row) -> tuple[str, str]:
     texts: dict[str, list[str]] = {"user": [], "assistant": []}
     for message in json.loads(row.messages):
         parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
-        spoken = [
+        texts.setdefault(message["role"], []).extend(
             part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts if part
-        ]
-        texts.setdefault(message["role"], []).extend(spoken)
+        )
     return "\n".join(texts["user"]), "\n".join(texts["assistant"])
 
 
@@ -76,8 +76,8 @@ def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) ->
 def band_keys(signed: np.ndarray, threshold: float) -> np.ndarray:
     """Return a hash of each band of rows, uint64 [rows, bands].
 
-    Tagged by its salt, no shingle of a prompt is one of a response: the least of both is the signature of
-    both together, which resemble each other where each does.
+    The salt makes the shingles of prompts and responses different, so the minimum of both signatures is the
+    signature of both together.
     """
     both = np.min(signed, axis=1)
     bands, width = band_shape(threshold)
@@ -88,7 +88,7 @@ def band_keys(signed: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def near_columns(signed: np.ndarray, usable: np.ndarray, threshold: float) -> dict[str, pa.Array]:
-    """Return the columns of a part that rows are compared by, empty for those that are not usable.
+    """Return the columns by which rows are compared, empty for rows that are not usable.
 
     signed: signatures of the usable rows; usable: bool [rows].
     """
@@ -100,11 +100,11 @@ def near_columns(signed: np.ndarray, usable: np.ndarray, threshold: float) -> di
 
 
 def near_groups(db: DuckDBPyConnection, parts: str, threshold: float) -> None:
-    """Make the table near(row, head) of the rows in `live` that resemble others, by chains too.
+    """Make the table near(row, head) of the rows in `live` similar to others, directly or by a chain.
 
-    parts: what selects row, signature and bands of all rows. Rows that agree in one whole band are compared,
-    each with the first of its kind and with the one before; pairs whose estimated Jaccard similarity reaches
-    the threshold belong to one group, named by its head.
+    parts: a query of row, signature and bands of all rows. Rows that agree in a complete band are compared
+    with the first such row and with the one before. Pairs whose estimated Jaccard similarity reaches the
+    threshold belong to one group, which is named by its head.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -114,13 +114,13 @@ def near_groups(db: DuckDBPyConnection, parts: str, threshold: float) -> None:
             SELECT row, unnest(bands) AS key, generate_subscripts(bands, 1) AS band
             FROM ({parts}) WHERE row IN (SELECT row FROM live);
         CREATE TEMP TABLE pairs AS
-            WITH alike AS (
+            WITH agreeing AS (
                 SELECT row, min(row) OVER (PARTITION BY band, key) AS head,
                     lag(row) OVER (PARTITION BY band, key ORDER BY row) AS before
                 FROM keys
                 WHERE (band, key) IN (SELECT (band, key) FROM keys GROUP BY band, key HAVING count(*) > 1))
-            SELECT head AS first, row AS second FROM alike WHERE row > head
-            UNION SELECT before, row FROM alike WHERE before > head""")
+            SELECT head AS first, row AS second FROM agreeing WHERE row > head
+            UNION SELECT before, row FROM agreeing WHERE before > head""")
     compared = f"""
         SELECT first, second, a.signature, b.signature FROM pairs
         JOIN ({parts}) a ON a.row = first JOIN ({parts}) b ON b.row = second"""
@@ -143,10 +143,10 @@ def near_groups(db: DuckDBPyConnection, parts: str, threshold: float) -> None:
 
 @cache
 def band_shape(threshold: float) -> tuple[int, int]:
-    """Return the number of bands and of values in each for which wrong and missed candidates are fewest.
+    """Return the number of bands, and of values in each, with the fewest wrong and missed candidates.
 
-    A pair of similarity s agrees in a band with probability 1 - (1 - s**width)**bands; the integrals of what
-    is wrong of it on the two sides of the threshold are added, over similarities that are equally likely.
+    A pair of similarity s agrees in a band with probability 1 - (1 - s**width)**bands. The error is
+    integrated on both sides of the threshold, with all similarities equally likely.
     """
     below = (np.arange(0, threshold, 0.001) + 0.0005)[:, None]
     above = (np.arange(threshold, 1, 0.001) + 0.0005)[:, None]

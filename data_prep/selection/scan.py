@@ -1,11 +1,11 @@
-"""The scan: every row is read once, by any number of jobs, and noted in the part of its unit.
+"""The scan: every row is read once, by any number of jobs, and recorded in the part of its unit.
 
-The sources are cut into units, and any job takes the next one that is free. A part is a Parquet file with a
-row for each row of the unit (COLUMNS), which is there when it is whole; its metadata hold the pieces that the
-rows came in, what was seen of each input, and a key of what it was made from. Reading and checking text is
-far cheaper than tokenising it, and what becomes of a row depends on all others, see plan.py.
+The sources are divided into units, and each job takes the next free unit. The part of a unit is a Parquet
+file with a row for each row of the unit (COLUMNS). It only exists when it is complete. Its metadata hold the
+pieces that the rows came in, facts about each input, and a key of everything that the part was made from.
 
-Units depend on the sources alone, never on the jobs, so that the bytes are the same for any number of jobs.
+Reading and checking text is far cheaper than tokenizing it, and whether a row is used depends on all other
+rows, see select.py. Units depend only on the sources, so the data are the same for any number of jobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,92 +31,95 @@ from emo.common.parallel import WorkerPool
 
 from ..config import FORMAT, DataConfig, settings
 from ..encoding.chat_templates import ChatTemplate, RefusedError
-from ..encoding.chats import CONTENT, THOUGHTS, ChatWriter
+from ..encoding.chat_writer import REQUIRED, THOUGHTS, ChatWriter
 from ..encoding.templates import Chat, Conversation
-from ..sources.inputs import PIECE, Extent, Input, Piece, TextInput, open_text
-from ..sources.rows import (
-    CODE,
-    LEFT_OUT,
-    REASONS,
-    STRUCTURE,
-    Judged,
-    Payload,
-    Rejected,
-    RowSpec,
-    checksum,
-    columns,
-    content_hash,
-    judge,
-)
+from ..sources.files import READ_BYTES, open_text
+from ..sources.reader import Extent, Piece, SourceReader
+from ..sources.rows import JudgedRow, checksum, content_hash, find_columns, judge_rows
+from ..sources.spec import CODE, LEFT_OUT, REASONS, STRUCTURE, Payload, Rejected, RowSpec
+from ..sources.text import TextReader
 from .arrow import array_of, numbers_of
 from .grams import mixed
 from .near import near_columns, signatures
 
-UNITS = 4096  # about as many at most, but for inputs whose size is not known
-UNIT = 8 << 20  # bytes of a unit at least, as they are stored
+MAX_UNITS = 4096  # approximately, without inputs of unknown size
+UNIT_BYTES = 8 << 20  # smallest unit, in stored bytes
 LEASES = 64  # in a directory
-POLL = 0.5  # seconds between looks at what other jobs have done, at most: those that began together soon end
-GROUP = 1 << 17  # rows of a row group, or those of one piece
-BEYOND_LIMIT = "beyond_limit"  # of an input that is not read: its source's limit is reached
+POLL = 0.5  # longest time between checks of other jobs, in seconds
+GROUP_ROWS = 1 << 17  # rows of a row group, unless one piece has more
+BEYOND_LIMIT = "beyond_limit"  # marks an input that is not read because the limit of its source is reached
 COLUMNS = {
     "source": pa.int32(),  # number of the input
-    "split": pa.uint16(),  # among DataConfig.splits
+    "split": pa.uint16(),  # index in DataConfig.splits
     "copies": pa.uint16(),  # by the source's weight
     "hash": pa.uint64(),
     "chars": pa.uint32(),
-    "reason": pa.uint8(),  # index into REASONS; 0: usable
+    "reason": pa.uint8(),  # index in REASONS, 0: usable
 }
-NEAR = {"signature": pa.large_binary(), "bands": pa.list_(pa.uint64())}  # where dedup is near
+NEAR = {"signature": pa.large_binary(), "bands": pa.list_(pa.uint64())}  # further columns if dedup is near
 BROKEN = [CODE[reason] for reason in STRUCTURE]
 SPLIT_SALT, WEIGHT_SALT = 1, 2
 
+Advance = Callable[[int], None]  # gets the bytes that have been read
+
 
 class Stretch(NamedTuple):
-    """A part of an input that a unit reads."""
+    """The range of an input that a unit reads."""
 
     input: int
-    begin: int  # byte from which on rows begin; those that begin before are of the unit before
-    end: int | None  # byte from which on they are of the next unit; None: there is none
+    begin: int  # byte. Rows that begin before it belong to the unit before
+    end: int | None  # byte. Rows that begin from it on belong to the next unit. None: there is no next unit
 
 
 class Unit(NamedTuple):
-    """Inputs, or a stretch of one, that one job scans."""
+    """Inputs, or a range of one input, that one job scans."""
 
     number: int
     stretches: tuple[Stretch, ...]
     size: int  # bytes
 
 
+class InputNote(NamedTuple):
+    """Facts about one input, from the scan of a unit."""
+
+    input: int
+    messages: int  # messages of conversations that were left out
+    fields: dict[str, int]  # rows by field that the chat template leaves out
+    facts: dict[str, Any]  # columns and identity, if the unit reads the beginning of the input
+
+
 class ScanPart(NamedTuple):
-    """A whole part on disk."""
+    """A complete part on disk."""
 
     path: Path
     pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, checksum
-    # input, messages left out, rows by field left out, facts where it is read from 0
-    inputs: list[tuple[int, int, dict[str, int], dict[str, Any]]]
+    inputs: list[InputNote]
 
 
 class ScannedPiece(NamedTuple):
-    """All that is noted of the rows of a piece."""
+    """The rows of a piece, and facts about them."""
 
     extent: Extent
     check: int  # checksum of the piece
     rows: pa.RecordBatch
-    columns: dict[str, list[str]]  # that are read, and not; of an input's first piece
-    messages: int  # of conversations, that were left out
-    fields: Counter[str]  # rows by the fields that the chat template leaves out
+    columns: dict[str, list[str]]  # read and unread columns, for the first piece of an input
+    messages: int  # messages of conversations that were left out
+    fields: Counter[str]  # rows by field that the chat template leaves out
 
 
-def divide(inputs: list[Input]) -> list[Unit]:
+# --- units ------------------------------------------------------------------------------------------------
+
+
+def divide_into_units(inputs: list[SourceReader]) -> list[Unit]:
     """Return the inputs as units, in order: the same for any number of jobs.
 
-    Small inputs are put together and large plain files cut. A packed file is read by one job, and so is a
-    source with a limit, of which the first rows count.
+    Small inputs are combined, and large plain files are cut. A compressed file is read by one job, and so is
+    a source with a limit, since its first rows count.
     """
-    goal = max(UNIT, sum(each.size for each in inputs) // UNITS)
+    goal = max(UNIT_BYTES, sum(each.size for each in inputs) // MAX_UNITS)
     units: list[Unit] = []
 
-    def put(stretches: list[Stretch], size: int) -> None:
+    def add_unit(stretches: list[Stretch], size: int) -> None:
         if stretches:
             units.append(Unit(len(units), tuple(stretches), size))
 
@@ -130,52 +133,59 @@ def divide(inputs: list[Input]) -> list[Unit]:
                 size += each.size
                 if limited or size < goal:
                     continue
-            put(waiting, size)
+            add_unit(waiting, size)
             waiting, size = [], 0
             if each.size > goal and each.cuttable:
                 for begin in range(0, each.size, goal):
                     end = begin + goal if begin + goal < each.size else None
-                    put([Stretch(number, begin, end)], (end or each.size) - begin)
+                    add_unit([Stretch(number, begin, end)], (end or each.size) - begin)
             elif not 0 < each.size <= goal:
-                put([Stretch(number, 0, None)], each.size)
-        put(waiting, size)
+                add_unit([Stretch(number, 0, None)], each.size)
+        add_unit(waiting, size)
     return units
 
 
 class Scan:
-    """One job's share in making the parts of all units, in a directory."""
+    """The work of one job on the parts of all units."""
 
     def __init__(
-        self, config: DataConfig, inputs: list[Input], chat: ChatTemplate | None, directory: Path
+        self, config: DataConfig, inputs: list[SourceReader], chat: ChatTemplate | None, directory: Path
     ) -> None:
-        """chat: the template that must be able to write the rows, where the recipe asks for it."""
+        """Args:
+        config: the data section of the recipe.
+        inputs: the readers of the sources.
+        chat: the template that must be able to write the rows, if the recipe uses one.
+        directory: the directory of the parts.
+        """
         self.config, self.inputs, self.chat, self.directory = config, inputs, chat, directory
-        self.units = divide(inputs)
-        self.parts: dict[int, ScanPart] = {}  # by number of the unit, those that were seen whole
+        self.units = divide_into_units(inputs)
+        self.parts: dict[int, ScanPart] = {}  # the complete parts seen so far, by number of the unit
         made_with = [settings(config), FORMAT, None if chat is None else chat.digest]
-        self._keys = []  # a part with another one was made from something else
+        self._keys = []  # a part with another key was made from something else
         for unit in self.units:
             read = [inputs[stretch.input] for stretch in unit.stretches]
-            origins = [(opened.name, opened.size, opened.state) for opened in read]
+            origins = [(reader.name, reader.size, reader.state) for reader in read]
             text = json.dumps([made_with, unit.stretches, origins], sort_keys=True)
             self._keys.append(hashlib.sha256(text.encode()).hexdigest())
 
-    def fault(self) -> str:
-        """Return what is wrong with the first rejected row, and where it is; '' where none was rejected."""
-        for number, start, length, *_ in (
-            p for u in self.units for p in self.parts[u.number].pieces.tolist()
-        ):
-            opened = self.inputs[number]
-            if first := _rejected(opened, Extent(start, length), self.chat, self.config, REASONS):
+    def first_fault(self) -> str:
+        """Return the problem and the position of the first rejected row, or '' if no row was rejected."""
+        pieces = (piece for unit in self.units for piece in self.parts[unit.number].pieces.tolist())
+        for number, start, length, *_ in pieces:
+            reader = self.inputs[number]
+            if first := _find_rejected(reader, Extent(start, length), self.chat, self.config, REASONS):
                 where, row = first
                 return f"{where}: {row.reason.replace('_', ' ')}" + f" ({row.detail})" * bool(row.detail)
         return ""
 
     def run(self, first: float, workers: int, ended: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """Make parts until all are there, by whichever job, or the scan has `ended`.
+        """Make parts until all exist or the scan has ended. Units of dead jobs are taken over.
 
-        first: where among the units this job begins, from 0 to 1, so that jobs do not read the same files.
-        What a job that died had is taken over.
+        Args:
+            first: the unit that this job begins with, from 0 to 1, so that jobs do not read the same files.
+            workers: number of worker processes.
+            ended: returns whether another job has finished the plan.
+            say: prints a line for the user.
         """
         start = int(first * len(self.units))
         left = self.units[start:] + self.units[:start]
@@ -185,20 +195,11 @@ class Scan:
             progress("reading", sum(unit.size for unit in left), say) as advance,
         ):
             while left:
-                holder = ""  # of a unit that this job cannot have
+                holder = ""  # of a unit that another job is scanning
                 for unit in left:
-                    if self._whole(unit) or ended():
-                        continue
-                    # Few leases lie in a directory: to take one lists it.
-                    lease = Lease(
-                        self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease"
-                    )
-                    with hold_if_free(lease) as free:
-                        if not free:
-                            holder = str(lease.holder() or "one that has just begun")
-                        elif not (self._whole(unit) or ended()):
-                            self.make(unit, pool, advance)
-                left = [unit for unit in left if not (self._whole(unit) or ended())]
+                    if not (self._is_complete(unit) or ended()):
+                        holder = self._try_unit(unit, pool, ended, advance) or holder
+                left = [unit for unit in left if not (self._is_complete(unit) or ended())]
                 if left and holder:
                     if not waiting:
                         waiting = True
@@ -207,8 +208,19 @@ class Scan:
                     time.sleep(pause)
                     pause = min(2 * pause, POLL)
 
-    def _whole(self, unit: Unit) -> bool:
-        """Return whether the part of a unit is there, made from what its sources are."""
+    def _try_unit(self, unit: Unit, pool: WorkerPool, ended: Callable[[], bool], advance: Advance) -> str:
+        """Make the part of a unit unless another job is making it. Return the name of that job, or ''."""
+        # Few leases are in one directory, because taking a lease lists it.
+        lease = Lease(self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease")
+        with hold_if_free(lease) as free:
+            if not free:
+                return str(lease.holder() or "one that has just begun")
+            if not (self._is_complete(unit) or ended()):
+                self.make_part(unit, pool, advance)
+        return ""
+
+    def _is_complete(self, unit: Unit) -> bool:
+        """Return whether the part of a unit exists, made from the current sources."""
         if unit.number not in self.parts:
             part = read_part(self._path(unit), self._keys[unit.number])
             if part is not None:
@@ -218,59 +230,76 @@ class Scan:
     def _path(self, unit: Unit) -> Path:
         return self.directory / f"{unit.number:06d}.parquet"
 
-    def make(self, unit: Unit, pool: WorkerPool, advance: Callable[[int], None]) -> None:
-        """Make the part of a unit; `pool` runs a `scanner`, `advance` gets the bytes that have been read.
+    def make_part(self, unit: Unit, pool: WorkerPool, advance: Advance) -> None:
+        """Make the part of a unit.
 
-        Raises UserError for inputs that cannot be used.
+        `pool` runs a `scanner`. Raises UserError for inputs that cannot be used.
         """
         note: dict[str, Any] = {"key": self._keys[unit.number], "pieces": [], "inputs": []}
         done = sum(self.units[number].size for number in self.parts)
 
+        def advance_stretch(count: int) -> None:
+            advance(done + count)
+
         def batches() -> Iterator[pa.RecordBatch]:
             nonlocal done
             left = self.inputs[unit.stretches[0].input].source.limit  # the unit holds all of such a source
-            for number, begin, end in unit.stretches:
-                opened, messages, beyond = self.inputs[number], 0, left == 0
-                fields: Counter[str] = Counter()
-                facts: dict[str, Any] = {"columns": [], "columns_not_read": []} if begin == 0 else {}
-                pieces = iter(()) if beyond else opened.pieces(begin, end)
-                items = ((number, piece, opened.spec, opened.source.weight, opened.split) for piece in pieces)
-                for piece in pool.map(items):
-                    rows, reasons = piece.rows, numbers_of(piece.rows["reason"])
-                    if self.config.strict and np.isin(reasons, BROKEN).any():
-                        raise _located(opened, piece.extent, self.chat, self.config)
-                    if left is not None:
-                        reasons = np.where(np.arange(len(reasons)) < left, reasons, np.uint8(CODE["limit"]))
-                        rows = rows.set_column(list(COLUMNS).index("reason"), "reason", array_of(reasons))
-                        left = max(0, left - len(reasons))
-                    note["pieces"].append([number, *piece.extent, len(reasons), piece.check])
-                    facts |= piece.columns
-                    messages += piece.messages
-                    fields += piece.fields
-                    yield rows
-                    advance(done + max(0, opened.position() - begin))
-                    if left == 0:
-                        break
-                if begin == 0:
-                    facts |= {"name": opened.name, BEYOND_LIMIT: True} if beyond else opened.identity()
-                note["inputs"].append((number, messages, fields, facts))
-                done += (end or opened.size) - begin
+            for stretch in unit.stretches:
+                left = yield from self._scan_stretch(stretch, left, pool, note, advance_stretch)
+                done += (stretch.end or self.inputs[stretch.input].size) - stretch.begin
                 advance(done)
 
         write_part(self._path(unit), self.config.dedup == "near", batches(), note)
 
+    def _scan_stretch(
+        self, stretch: Stretch, left: int | None, pool: WorkerPool, note: dict[str, Any], advance: Advance
+    ) -> Generator[pa.RecordBatch, None, int | None]:
+        """Yield the rows of a stretch, and return how many rows its source may still have.
+
+        left: rows up to the limit of the source, or None. Pieces and facts are added to `note`.
+        """
+        number, begin, end = stretch
+        reader, messages, beyond = self.inputs[number], 0, left == 0
+        fields: Counter[str] = Counter()
+        facts: dict[str, Any] = {"columns": [], "columns_not_read": []} if begin == 0 else {}
+        pieces = iter(()) if beyond else reader.pieces(begin, end)
+        items = ((number, piece, reader.spec, reader.source.weight, reader.split) for piece in pieces)
+        for piece in pool.map(items):
+            rows, reasons = piece.rows, numbers_of(piece.rows["reason"])
+            if self.config.strict and np.isin(reasons, BROKEN).any():
+                raise _broken_row_error(reader, piece.extent, self.chat, self.config)
+            if left is not None:
+                reasons = np.where(np.arange(len(reasons)) < left, reasons, np.uint8(CODE["limit"]))
+                rows = rows.set_column(list(COLUMNS).index("reason"), "reason", array_of(reasons))
+                left = max(0, left - len(reasons))
+            note["pieces"].append([number, *piece.extent, len(reasons), piece.check])
+            facts |= piece.columns
+            messages += piece.messages
+            fields += piece.fields
+            yield rows
+            advance(max(0, reader.position() - begin))
+            if left == 0:
+                break
+        if begin == 0:
+            facts |= {"name": reader.name, BEYOND_LIMIT: True} if beyond else reader.identity()
+        note["inputs"].append(InputNote(number, messages, fields, facts))
+        return left
+
+
+# --- parts ------------------------------------------------------------------------------------------------
+
 
 def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: Mapping[str, Any]) -> None:
-    """Write rows as the part at `path`, and the note as it is when all of them have come."""
+    """Write rows as the part at `path`, with the note as it is after the last batch."""
     schema = pa.schema(list((COLUMNS | (NEAR if near else {})).items()))
     options: Any = {"compression": "zstd", "use_dictionary": False}
     waiting: list[pa.RecordBatch] = []
-    count = 0  # rows that wait
+    count = 0  # waiting rows
     with part_file(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
         for batch in batches:
             waiting.append(batch)
             count += batch.num_rows
-            if count >= GROUP:
+            if count >= GROUP_ROWS:
                 writer.write_table(pa.Table.from_batches(waiting))
                 waiting, count = [], 0
         if waiting:
@@ -279,24 +308,25 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
 
 
 def read_part(path: Path, key: str) -> ScanPart | None:
-    """Return a part, or None where it has to be made, from what `key` stands for."""
+    """Return a part, or None if it does not exist or has another key."""
     try:
         note = json.loads(pq.read_metadata(path).metadata[b"note"])
         if note["key"] != key:
             return None
-        return ScanPart(path, np.array(note["pieces"], np.int64).reshape(-1, 5), note["inputs"])
+        pieces = np.array(note["pieces"], np.int64).reshape(-1, 5)
+        return ScanPart(path, pieces, [InputNote(*entry) for entry in note["inputs"]])
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
         return None
 
 
 def scanner(config: DataConfig, chat: ChatTemplate | None) -> Callable[..., ScannedPiece]:
-    """Return a worker's function: number, piece, spec, weight and split of an input -> what is in it."""
+    """Return a worker's function: number, piece, spec, weight and split of an input -> ScannedPiece."""
 
     writer = None if chat is None else ChatWriter(chat)
 
     def scan_piece(item: tuple[int, Piece, RowSpec, float, int]) -> ScannedPiece:
         number, (extent, payload), spec, weight, split = item
-        judged = judged_rows(payload, spec, writer, config.strict)
+        judged = judge_payload(payload, spec, writer, config.strict)
         reasons = [CODE[each.row.reason] if isinstance(each.row, Rejected) else 0 for each in judged]
         arrays: dict[str, np.ndarray] = {
             "hash": np.array([each.hash for each in judged], np.uint64),
@@ -304,68 +334,73 @@ def scanner(config: DataConfig, chat: ChatTemplate | None) -> Callable[..., Scan
             "reason": np.array(reasons, np.uint8),
         }
         groups = np.array([each.group or each.hash for each in judged], np.uint64)
-        arrays |= weighed(number, arrays["hash"], groups, weight, split, config)
+        arrays |= draw_copies(number, arrays["hash"], groups, weight, split, config)
         rows = {name: array_of(values) for name, values in arrays.items()}
         if config.dedup == "near":
             usable = [each.row for each in judged if not isinstance(each.row, Rejected)]
             signed = signatures(usable, spec.kind)
             rows |= near_columns(signed, arrays["reason"] == 0, config.near_threshold)
-        read: dict[str, list[str]] = {}
+        columns: dict[str, list[str]] = {}
         if payload is not None and extent.start == 0:
-            names = columns(payload, spec)
-            read = {"columns": sorted(names[0]), "columns_not_read": sorted(names[1])}
+            read, unread = find_columns(payload, spec)
+            columns = {"columns": sorted(read), "columns_not_read": sorted(unread)}
         messages = sum(each.row.unused for each in judged if isinstance(each.row, Conversation | Chat))
         fields = Counter(field for each in judged for field in each.left_out)
         check = 0 if payload is None else checksum(payload)
-        return ScannedPiece(extent, check, batch_of(rows), read, messages, fields)
+        return ScannedPiece(extent, check, batch_of(rows), columns, messages, fields)
 
     return scan_piece
 
 
-def judged_rows(
-    payload: Payload | None, spec: RowSpec, writer: ChatWriter | None, strict: bool
-) -> list[Judged]:
-    """Return the rows of a payload.
+def batch_of(rows: Mapping[str, pa.Array]) -> pa.RecordBatch:
+    """Return columns as rows of a part, in the order of COLUMNS."""
+    names = [name for name in (*COLUMNS, *NEAR) if name in rows]
+    return pa.RecordBatch.from_arrays([rows[name] for name in names], names)
 
-    Those that the chat template does not write are rejected, and if `strict` those of which it leaves
-    something out. A chat is known by what is written of it: other keys and ids do not make it another one.
+
+def judge_payload(
+    payload: Payload | None, spec: RowSpec, writer: ChatWriter | None, strict: bool
+) -> list[JudgedRow]:
+    """Return the rows of a payload, with the rows that the chat template cannot write rejected.
+
+    If `strict`, rows of which the template leaves something out are rejected too. A chat is compared by its
+    written text: other keys and ids do not make it another chat.
     """
     if payload is None:
-        return [Judged(Rejected("too_long"))]
-    judged = list(judge(payload, spec))
+        return [JudgedRow(Rejected("too_long"))]
+    judged = list(judge_rows(payload, spec))
     for number, each in enumerate(judged if writer is not None else ()):
         if writer is None or not isinstance(each.row, Chat):
             continue
         try:
             examples = writer.examples(each.row)
-            left = writer.left_out(each.row, examples)
+            left_out = writer.left_out(each.row, examples)
         except RefusedError as error:
-            judged[number] = Judged(Rejected(error.reason, error.detail))
+            judged[number] = JudgedRow(Rejected(error.reason, error.detail))
             continue
-        lost = [field for field in left if field in CONTENT]
+        lost = [field for field in left_out if field in REQUIRED]
         if strict and lost:
-            advice = (
-                "Set data.reasoning=drop" if {*lost} <= {*THOUGHTS} else "Use a template that writes them"
-            )
+            only_thoughts = {*lost} <= {*THOUGHTS}
+            advice = "Set data.reasoning=drop" if only_thoughts else "Use a template that writes them"
             detail = f"the chat_template leaves out {', '.join(lost)}. {advice}, or remove them"
-            judged[number] = Judged(Rejected(LEFT_OUT, detail))
+            judged[number] = JudgedRow(Rejected(LEFT_OUT, detail))
         else:
-            judged[number] = each._replace(hash=content_hash(json.dumps(examples)), left_out=tuple(left))
+            judged[number] = each._replace(hash=content_hash(json.dumps(examples)), left_out=tuple(left_out))
     return judged
 
 
-def batch_of(rows: Mapping[str, pa.Array]) -> pa.RecordBatch:
-    """Return the rows of a part, whose columns come in any order."""
-    names = [name for name in (*COLUMNS, *NEAR) if name in rows]
-    return pa.RecordBatch.from_arrays([rows[name] for name in names], names)
-
-
-def weighed(
+def draw_copies(
     number: int, hashes: np.ndarray, groups: np.ndarray, weight: float, split: int, config: DataConfig
 ) -> dict[str, np.ndarray]:
-    """Return the columns source, split and copies of the rows of input `number`.
+    """Return the columns source, split and copies of rows.
 
-    groups: rows with the same number are of the same split.
+    Args:
+        number: the number of the input.
+        hashes: uint64 [rows], content hashes.
+        groups: uint64 [rows]. Rows with the same number are in the same split.
+        weight: the weight of the source.
+        split: the split of the input, without data.validation_fraction.
+        config: the data section of the recipe.
     """
     copies = np.full(len(hashes), int(weight), np.uint16)
     splits = np.full(len(hashes), split, np.uint16)
@@ -381,37 +416,52 @@ def uniform(hashes: np.ndarray, seed: int, salt: int) -> np.ndarray:
     return mixed(hashes + np.uint64((seed * 4 + salt) * 0x9E3779B97F4A7C15 % 2**64)) / 2.0**64
 
 
-def _located(opened: Input, extent: Extent, chat: ChatTemplate | None, config: DataConfig) -> UserError:
-    """Return the error of the first row of a piece that breaks its file's structure, with its line."""
-    first = _rejected(opened, extent, chat, config, STRUCTURE)
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+def _broken_row_error(
+    reader: SourceReader, extent: Extent, chat: ChatTemplate | None, config: DataConfig
+) -> UserError:
+    """Return the error for the first row of a piece that breaks the structure of its file, with its line."""
+    first = _find_rejected(reader, extent, chat, config, STRUCTURE)
     assert first is not None
     where, broken = first
+    left_out = broken.reason == LEFT_OUT
     return UserError(
-        f"{where}: {broken.reason.replace('_', ' ')} ({broken.detail}); correct it, or set "
-        f"data.strict=false to {'use and' if broken.reason == LEFT_OUT else 'skip and'} count such rows",
-        code="left-out-by-template" if broken.reason == LEFT_OUT else "broken-row",
+        f"{where}: {broken.reason.replace('_', ' ')} ({broken.detail}). Correct it, or set data.strict=false "
+        f"to {'use and' if left_out else 'skip and'} count such rows",
+        code="left-out-by-template" if left_out else "broken-row",
     )
 
 
-def _rejected(
-    opened: Input, extent: Extent, chat: ChatTemplate | None, config: DataConfig, reasons: Iterable[str]
+def _find_rejected(
+    reader: SourceReader,
+    extent: Extent,
+    chat: ChatTemplate | None,
+    config: DataConfig,
+    reasons: Iterable[str],
 ) -> tuple[str, Rejected] | None:
-    """Return the first row of a piece that is rejected for one of `reasons`, after its file and line."""
-    payload = next(opened.read([extent]))
+    """Return the position and the first row of a piece that is rejected for one of `reasons`."""
+    payload = next(reader.read([extent]))
     writer = None if chat is None else ChatWriter(chat)
-    rows = (each.row for each in judged_rows(payload, opened.spec, writer, config.strict))
+    rows = (each.row for each in judge_payload(payload, reader.spec, writer, config.strict))
     faults = ((n, row) for n, row in enumerate(rows) if isinstance(row, Rejected) and row.reason in reasons)
     if (first := next(faults, None)) is None:
         return None
     number, broken = first
     where = f"row {extent.start + number + 1}"
-    by_line = opened.spec.lines or opened.spec.format == "lines"
-    if by_line and isinstance(opened, TextInput) and isinstance(payload, bytes):
-        with open_text(opened.path) as stream:
-            before, left = 0, extent.start
-            while left > 0:
-                chunk = stream.read(min(PIECE, left))
-                before, left = before + chunk.count(b"\n"), left - len(chunk)
+    by_line = reader.spec.lines or reader.spec.format == "lines"
+    if by_line and isinstance(reader, TextReader) and isinstance(payload, bytes):
         lines = [i for i, line in enumerate(payload.split(b"\n")) if line.strip()]
-        where = f"line {before + lines[number] + 1}"
-    return f"{opened.name} {where}", broken
+        where = f"line {_count_lines(reader, extent.start) + lines[number] + 1}"
+    return f"{reader.name} {where}", broken
+
+
+def _count_lines(reader: SourceReader, stop: int) -> int:
+    """Return the number of line breaks in the first `stop` bytes of a text."""
+    count = 0
+    with open_text(reader.path) as stream:
+        while stop > 0:
+            chunk = stream.read(min(READ_BYTES, stop))
+            count, stop = count + chunk.count(b"\n"), stop - len(chunk)
+    return count

@@ -1,15 +1,14 @@
-"""THE format of prepared data: Arrow shards and a manifest; the reader that training uses.
+"""The format of prepared data, Arrow shards and a manifest, and the reader for training.
 
-A data set is a directory of Arrow IPC stream files, which `datasets.Dataset.from_file` memory-maps too, and
-`manifest.json`, which is written last: without it the directory is not a data set. Columns of a row:
+A data set is a directory of Arrow IPC stream files, which `datasets.Dataset.from_file` can also memory-map,
+and `manifest.json`, which is written last: without it the directory is not a data set. Columns of a row:
 
     input_ids        list<uint16 or uint32>   tokens, at most `block`
-    segment_lengths  list<uint32>             documents or examples in the row; they sum to its tokens
-    sources          list<uint64>             of each segment, the document or example that it is a part of,
-                                              as a hash of all its tokens
-    loss_spans       list<uint32>             instruct only: start, end, start, end ... of supervised tokens
-    valid            uint32                   supervised targets after the shift
-    domain           uint16                   which of the manifest's `domains` all segments of the row are of
+    segment_lengths  list<uint32>             tokens of each document or example in the row
+    sources          list<uint64>             the document or example of each segment, as a hash of all its
+    tokens loss_spans       list<uint32>             instruct only: start, end, start, end ... of supervised
+    tokens valid            uint32                   supervised targets after the shift domain
+    uint16                   index in the manifest's `domains`, the same for all segments
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from emo.common.io.files import Hashes
 from emo.common.io.untrusted import read_json
 from emo.common.labels import IGNORE
 
-from ..config import FORMAT, MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
+from ..config import FORMAT, MAX_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
 MANIFEST = "manifest.json"
-FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
-
-# Of a manifest at most: the largest number of shards takes 57 MB, each further domain in all of them 18, a
-# million files 400.
+AGAIN = "run: emo prepare RECIPE"
+RELEASE_EVERY = 256  # rows between releases of mapped pages: each row may have mapped 64 KiB around it
+# Largest manifest. The largest number of shards takes 57 MB, each further domain 18 MB, a million files 400
+# MB.
 MANIFEST_BYTES = 2 << 30
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 class DomainCounts(Section):
-    """Counts of a shard or of a data set, of one domain."""
+    """Counts of one domain in a shard or a data set."""
 
     name: str
     rows: Count
@@ -56,28 +55,28 @@ class DomainCounts(Section):
 class ShardInfo(Section):
     """One shard file."""
 
-    split: str  # the data set that it was made for: a shard in another one's place is not a part of it
-    file: str = Field(pattern=r"^shard-[0-9]{5}-of-[0-9]{5}\.arrow$")  # beside the manifest, and nowhere else
+    split: str  # a shard of another data set is rejected
+    file: str = Field(pattern=r"^shard-[0-9]{5}-of-[0-9]{5}\.arrow$")  # next to the manifest
     bytes: Count
     sha256: str
     rows: Count
     tokens: Count
     valid_tokens: Count
-    segments: Count  # documents or examples, parts of cut ones counted singly
-    documents: Count  # documents or examples that went in
-    domains: list[DomainCounts]  # those that it has documents of, in the manifest's order
-    counts: dict[str, Count] = {}  # what was cut, dropped or left over, by reason
+    segments: Count  # documents or examples. Parts of cut ones are counted separately
+    documents: Count  # input documents or examples
+    domains: list[DomainCounts]  # domains with documents, in the manifest's order
+    counts: dict[str, Count] = {}  # losses by reason: cut, dropped or left over
     answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers
 
 
 class Manifest(Section):
-    """The description of a prepared data set, and what became of its sources."""
+    """The description of a prepared data set and its sources."""
 
     format: int
     tool: str
     kind: str
     split: str
-    block: int = Field(gt=1, le=MOST_TOKENS)
+    block: int = Field(gt=1, le=MAX_TOKENS)
     vocab_size: int = Field(ge=0, le=1 << 32)
     tokenizer_fingerprint: str
     bos_id: int | None
@@ -95,7 +94,7 @@ class Manifest(Section):
     segments: Count
     domains: list[DomainCounts] = Field(min_length=1)  # of the sources, in order of first appearance
     answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers, ascending
-    waste: float  # share of the rows' block * rows places that is padding
+    waste: float  # share of padding in block * rows
     shards: list[ShardInfo]
     digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`
 
@@ -106,7 +105,7 @@ def shard_name(index: int, count: int) -> str:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 when the vocabulary allows, else uint32."""
+    """Return uint16 if the vocabulary is small enough, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
@@ -120,11 +119,8 @@ def schema(kind: str, dtype: np.dtype) -> pa.Schema:
     return pa.schema([*columns, ("valid", pa.uint32()), ("domain", pa.uint16())])
 
 
-AGAIN = "run: emo prepare RECIPE"
-
-
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a data set. Raises UserError when it is missing, unreadable or was edited."""
+    """Return the manifest of a data set. Raises UserError if it is missing, unreadable or edited."""
     manifest = parse_manifest(directory)
     if manifest.digest != manifest_digest(manifest):
         raise UserError(f"{directory / MANIFEST} was edited after it was written; {AGAIN}")
@@ -132,14 +128,14 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(directory: Path) -> Manifest:
-    """Return what `read_manifest` does, without looking whether it was edited."""
+    """Return the manifest of a data set like `read_manifest`, even if it was edited."""
     file = directory / MANIFEST
     if not file.is_file():
         state = "is not complete" if directory.is_dir() else "does not exist"
         raise UserError(f"prepared data {directory} {state}; {AGAIN}")
     try:
         tree = read_json(file, MANIFEST_BYTES)
-        if tree["format"] == FORMAT:  # others have other fields
+        if tree["format"] == FORMAT:  # other formats have other fields
             return Manifest.model_validate(tree)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise UserError(f"{file} is not a manifest of this version ({one_line(error)}); {AGAIN}") from None
@@ -147,28 +143,28 @@ def parse_manifest(directory: Path) -> Manifest:
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """Return the sha256 of all that a manifest says, its own digest left out."""
+    """Return the sha256 of a manifest without its digest."""
     tree = manifest.model_dump(mode="json", exclude={"digest"})
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Return the manifest as the text that is written, with its digest."""
+    """Return the manifest with its digest as the text of its file."""
     tree = manifest.model_dump(mode="json") | {"digest": manifest_digest(manifest)}
     return json.dumps(tree, indent=1, sort_keys=True) + "\n"
 
 
 def content_fingerprint(kind: str, block: int, tokenizer: str, shards: list[ShardInfo]) -> str:
-    """Return the identity of a data set by what it holds: 64 hex digits."""
+    """Return a hash of the content of a data set, 64 hex digits."""
     content = [kind, block, tokenizer, *(info.sha256 for info in shards)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 class Shard:
-    """One memory-mapped shard: random access to its rows without copying the rest.
+    """One memory-mapped shard, with random access to its rows.
 
-    Raises ValueError or what Arrow raises for a file that is none. Rows are read without looking again, so
-    that offsets which point beyond the file must be found here.
+    Raises ValueError or Arrow's errors for any other file. Rows are read without further checks, so invalid
+    offsets must be found here.
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -197,32 +193,32 @@ class Shard:
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
 
     def row(self, row: int) -> list[np.ndarray]:
-        """Return columns of a row: input_ids, segment_lengths and, for instruct, loss_spans."""
+        """Return the columns of a row: input_ids, segment_lengths and, for instruct, loss_spans."""
         return [self.cell(name, row) for name in self._read]
 
     def cell(self, column: str, row: int) -> np.ndarray:
-        """Return what a list column holds in a row."""
+        """Return the value of a list column in a row."""
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
         offsets, values = self.columns[column][batch]
         first = row - self._starts[batch]
         return values[offsets[first] : offsets[first + 1]]
 
     def token_offsets(self) -> np.ndarray:
-        """Return where each row's tokens begin among the shard's, and the last ends, int64 [rows + 1]."""
+        """Return the first token of each row in the shard, and the number of tokens, int64 [rows + 1]."""
         lengths = [np.diff(offsets) for offsets, _ in self.columns["input_ids"]]
         return np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]), dtype=np.int64)
 
-    def forget(self) -> None:
-        """Hand mapped pages back; the kernel keeps them in its cache, not in this process's memory."""
+    def release(self) -> None:
+        """Release mapped pages. The kernel keeps them in its cache, outside this process's memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class TokenDataset:
-    """The rows of a prepared data set, as training reads them.
+    """Reads the rows of a prepared data set for training.
 
-    Raises UserError, with the command to run, when the directory is missing or incomplete, its manifest was
-    edited, or a file has another size than the manifest says. `faults` looks at the content too.
+    Raises UserError, with the command to run, if the directory is missing or incomplete, its manifest was
+    edited, or a file has another size than in the manifest. `faults` also checks the content.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -254,7 +250,7 @@ class TokenDataset:
         return int(self._starts[-1])
 
     def faults(self, hashes: Hashes, part: int = 0, parts: int = 1) -> Iterator[str]:
-        """Yield shards that are not what the manifest says; of several readers each looks at a part."""
+        """Yield a message for each changed shard. Each of several readers checks a part of the shards."""
         for info in self.manifest.shards[part::parts]:
             path = self.directory / info.file
             try:
@@ -266,9 +262,9 @@ class TokenDataset:
     def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return rows as int64 arrays [b, block]: input_ids, labels, position_ids.
 
-        Labels are shifted: labels[i] is the token that position i predicts, or -100 where the next token
-        belongs to another segment, is not supervised or is padding. Positions restart at 0 in every
-        segment; padding (ids 0) is a last segment of its own.
+        Labels are shifted: labels[i] is the token that position i predicts, or -100 if the next token belongs
+        to another segment, is not supervised or is padding. Positions restart at 0 in every segment. Padding
+        (ids 0) is a separate last segment.
         """
         width = self.manifest.block
         ids = np.zeros((len(rows), width), np.int64)
@@ -292,32 +288,32 @@ class TokenDataset:
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
     def tokens_of(self, row: int) -> int:
-        """Return the tokens in a row, padding not counted."""
+        """Return the number of tokens in a row without padding."""
         return len(self._row(row)[0])
 
     def sources_of(self, row: int) -> np.ndarray:
-        """Return the document or example that each segment of a row is a part of, uint64.
+        """Return the hash of the document or example of each segment of a row, uint64.
 
-        What continues in another row, and what is used several times, is the same there.
+        Parts and copies of a document have the same hash in other rows.
         """
-        shard, number = self.place(row)
+        shard, number = self.locate(row)
         return self._shards[shard].cell("sources", number)
 
     def damage(self, rows: np.ndarray, vocab_size: int) -> str | None:
-        """Return the first of `rows` that cannot be what was prepared, and why; None when all can be."""
+        """Return a message for the first damaged row of `rows`, or None if all are valid."""
         for row in rows:
             tokens, segments, *spans = self._row(int(row))
             starts, ends = (spans[0][::2], spans[0][1::2]) if spans else (tokens[:0], tokens[:0])
-            why = None
+            problem = None
             if len(tokens) > self.manifest.block or segments.sum(dtype=np.int64) != len(tokens):
-                why = f"{len(tokens)} tokens in segments of {segments.sum(dtype=np.int64)}"
+                problem = f"{len(tokens)} tokens in segments of {segments.sum(dtype=np.int64)}"
             elif len(tokens) and int(tokens.max()) >= vocab_size:
-                why = f"token id {tokens.max()} of a vocabulary of {vocab_size}"
+                problem = f"token id {tokens.max()} of a vocabulary of {vocab_size}"
             elif len(starts) != len(ends) or (starts >= ends).any() or (ends > len(tokens)).any():
-                why = "supervised spans beyond its end"
-            if why is not None:
+                problem = "supervised spans beyond its end"
+            if problem is not None:
                 ((file, number),) = self.provenance(np.array([row]))
-                return f"{self.directory / file}, row {number}, is damaged: {why}"
+                return f"{self.directory / file}, row {number}, is damaged: {problem}"
         return None
 
     def segment_lengths(self) -> np.ndarray:
@@ -325,57 +321,57 @@ class TokenDataset:
         parts = [values for shard in self._shards for _, values in shard.columns["segment_lengths"]]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
-    def mean_context(self, most: int = 4096) -> float:
-        """Return how many tokens a token attends to on average: half of its segment, weighted by tokens.
+    def mean_context(self, max_rows: int = 4096) -> float:
+        """Return the mean number of tokens that a token attends to: half of its segment, weighted by tokens.
 
-        Padding attends to itself and counts. most: rows that are looked at, evenly spaced.
+        Padding attends to itself and counts. max_rows: number of evenly spaced rows that are read.
         """
-        rows = np.linspace(0, len(self) - 1, min(most, len(self)), dtype=np.int64)
+        rows = np.linspace(0, len(self) - 1, min(max_rows, len(self)), dtype=np.int64)
         squares, width = 0.0, self.manifest.block
         for row in rows.tolist():
-            shard, number = self.place(row)
+            shard, number = self.locate(row)
             lengths = self._shards[shard].cell("segment_lengths", number).astype(np.float64)
             squares += lengths @ lengths + (width - lengths.sum()) ** 2
         return float(squares) / (2 * width * max(1, len(rows)))
 
     def provenance(self, rows: np.ndarray) -> list[tuple[str, int]]:
-        """Return the shard file and the row in that shard, of each row."""
-        located = (self.place(int(row)) for row in rows)
-        return [(self.manifest.shards[shard].file, number) for shard, number in located]
+        """Return the shard file of each row, and the row in that file."""
+        positions = (self.locate(int(row)) for row in rows)
+        return [(self.manifest.shards[shard].file, number) for shard, number in positions]
 
     def token_offsets(self, shard: int) -> np.ndarray:
-        """Return what `Shard.token_offsets` does, of a shard."""
+        """Return `Shard.token_offsets` of a shard."""
         return self._shards[shard].token_offsets()
 
     def rows_of(self, shard: int) -> np.ndarray:
-        """Return the rows that a shard holds, in order."""
+        """Return the numbers of the rows in a shard, in order."""
         return np.arange(self._starts[shard], self._starts[shard + 1])
 
-    def place(self, row: int) -> tuple[int, int]:
-        """Return the shard that holds a row, and its row there."""
+    def locate(self, row: int) -> tuple[int, int]:
+        """Return the shard of a row, and the row in that shard."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         shard = int(np.searchsorted(self._starts, row, side="right")) - 1
         return shard, int(row - self._starts[shard])
 
     def _row(self, row: int) -> list[np.ndarray]:
-        shard, number = self.place(row)
+        shard, number = self.locate(row)
         self._read += 1
-        if self._read % FORGET_EVERY == 0:  # so that resident memory stays flat over an epoch
+        if self._read % RELEASE_EVERY == 0:  # keeps resident memory constant over an epoch
             for opened in self._shards:
-                opened.forget()
+                opened.release()
         return self._shards[shard].row(number)
 
 
 def is_prepared(config: DataConfig) -> bool:
-    """Return whether the training data of a recipe's data section are there, sound or not."""
+    """Return whether the training data of a recipe's data section exist. They may be damaged."""
     return (config.dir / TRAIN / MANIFEST).is_file()
 
 
 def open_prepared(config: DataConfig) -> tuple[TokenDataset, dict[str, TokenDataset]]:
-    """Return the training data of a recipe's data section, and its validation sets by name, in its order.
+    """Return the training data of a recipe's data section, and its validation sets by name, in order.
 
-    Raises UserError when they are not there, are not whole, or were prepared with other settings.
+    Raises UserError if they are missing, incomplete, or were prepared with other settings.
     """
     opened = {}
     for split in config.splits:

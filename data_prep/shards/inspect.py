@@ -1,4 +1,4 @@
-"""`inspect`: a prepared data set for the eye: numbers, lengths, and rows with their loss in colour."""
+"""`inspect`: print a prepared data set: counts, lengths, and rows with the loss in colour."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..config import DEFAULT_DOMAIN
 from ..encoding.tokenizer import load_tokenizer
 from .format import AGAIN, TokenDataset
 
-SOURCES = 20  # that get a line each
+SOURCES = 20  # sources with a separate line
 BAR = 40  # characters of the longest bar
 SUPERVISED, CONTEXT, MARK = "bold green", "dim", "bold yellow"
-OPEN, CLOSE = "⟦", "⟧"  # around what is supervised where there are no colours
+OPEN, CLOSE = "⟦", "⟧"  # around supervised text without colours
 
 
 def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
-    """Print the summary of a data set and `samples` of its rows. Raises UserError when it is not one."""
+    """Print the summary of a data set and some of its rows. Raises UserError for another directory."""
     data = TokenDataset(directory)
     for table in _tables(directory, data):
         console.print(table)
@@ -46,13 +46,13 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
         suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
         supervised = counted(int(data.valid[row]), "supervised token")
         console.rule(escape(f"row {row}  ({file} row {number}{suffix}, {supervised})"))
-        console.print(coloured(data, row, tokenizer, colours))
-    like = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
-    console.print(Text.assemble("supervised ", *like))
+        console.print(render_row(data, row, tokenizer, colours))
+    legend = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
+    console.print(Text.assemble("supervised ", *legend))
 
 
 def stretch(text: str, supervised: bool, colours: bool) -> Text:
-    """Return a stretch of a row, in its colour; in brackets if it is supervised and there are no colours."""
+    """Return text in its colour. Without colours supervised text is in brackets."""
     marked = f"{OPEN}{text}{CLOSE}" if supervised and text and not colours else text
     return Text(marked, SUPERVISED if supervised else CONTEXT)
 
@@ -60,18 +60,25 @@ def stretch(text: str, supervised: bool, colours: bool) -> Text:
 def segment(
     ids: np.ndarray, supervised: np.ndarray, decode: Callable[[list[int]], str], colours: bool
 ) -> Text:
-    """Return a segment's text with what carries loss marked. ids, supervised: int, bool [tokens]."""
+    """Return the text of a segment with supervised text marked.
+
+    Args:
+        ids: int [tokens].
+        supervised: bool [tokens].
+        decode: returns the text of ids.
+        colours: whether the terminal has colours.
+    """
     text, before = Text(), ""
     for stop in [*(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]:
-        # Decoding from the segment's start keeps spaces and split characters right.
-        upto = printable(decode(ids[:stop].tolist()))
-        text.append(stretch(upto[len(before) :], bool(supervised[stop - 1]), colours))
-        before = upto
+        # Decoding from the start of the segment keeps spaces and split characters correct.
+        decoded = printable(decode(ids[:stop].tolist()))
+        text.append(stretch(decoded[len(before) :], bool(supervised[stop - 1]), colours))
+        before = decoded
     return text
 
 
-def coloured(data: TokenDataset, row: int, tokenizer: Any, colours: bool = True) -> Text:
-    """Return a row's text, segments apart, with what carries loss marked."""
+def render_row(data: TokenDataset, row: int, tokenizer: Any, colours: bool = True) -> Text:
+    """Return the text of a row with its segments separated and supervised text marked."""
     batch = data.batch(np.array([row]))
     ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
     used = data.tokens_of(row)
@@ -82,7 +89,7 @@ def coloured(data: TokenDataset, row: int, tokenizer: Any, colours: bool = True)
 
 
 def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
-    """Yield a summary, domains where there are any, sources, lengths, and what of tasks is in the text."""
+    """Yield the tables: summary, domains, sources, segment lengths, and overlap with tasks."""
     m = data.manifest
     table = Table(title=_cell(directory), show_header=False)
     rows = {
@@ -133,7 +140,7 @@ def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
 
 
 def _others(sources: list[dict[str, Any]], split: str) -> Iterator[dict[str, Any]]:
-    """Yield the sum of the sources that get no line of their own."""
+    """Yield one line with the sum of the sources."""
     if not sources:
         return
     rejected: Counter[str] = Counter()
@@ -149,5 +156,5 @@ def _others(sources: list[dict[str, Any]], split: str) -> Iterator[dict[str, Any
 
 
 def _cell(value: object) -> str:
-    """Return a cell as it is: rich would read [b] as markup, and a terminal escapes as commands."""
+    """Return text without markup of rich and escape sequences of terminals."""
     return escape(on_one_line(str(value)))

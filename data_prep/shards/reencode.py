@@ -1,7 +1,7 @@
-"""A sample of what was written, encoded again by the tokenizer's own library and compared.
+"""A check of written shards: a sample of rows is encoded again by the tokenizers library and compared.
 
-Nothing here goes by words.py: the tokenizer is loaded from the bytes of its file, gets whole texts, and
-remembers nothing. What the way of encoding for speed gets wrong is noticed here before a shard is sealed.
+This code does not use words.py. The tokenizer is loaded from its file and encodes complete texts without a
+cache. Errors of the fast encoding are found here before a shard gets its note.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from emo.common.errors import UserError
 
 from ..config import DataConfig, by_chat_template
 from ..encoding.chat_templates import ChatTemplate
-from ..encoding.chats import ChatWriter
+from ..encoding.chat_writer import ChatWriter
 from ..encoding.templates import Chat, Conversation, render
 from ..encoding.tokenizer import TokenizerFacts
-from ..selection.plan import Part
-from ..sources.rows import Row, TokenIds, plain_text, take
+from ..selection.plan import ShardPart
+from ..sources.rows import plain_text, take
+from ..sources.spec import Row, TokenIds
 from .format import Manifest, Shard
 
-CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none
-ROWS = 4  # of a shard's first part that are encoded again
-DOCUMENTS = 8  # of a shard that `verify` encodes again
-STRETCH = 512  # tokens of them at most
-MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
-Sampled = tuple[int, Row]  # a row of a part, and its number among those that the part gives, with copies
-Example = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of what is supervised
-Beginning = tuple[list[int], list[int], bool]  # ids before a text, its own, and whether that is all of it
+CHARS = 2000  # characters of a text that are encoded again. Instructions: up to eight times as many, or none
+ROWS = 4  # rows of a shard's first part that are encoded again
+DOCUMENTS = 8  # documents of a shard that `verify` encodes again
+MAX_TOKENS = 512  # compared tokens of a document
+MARGIN = 16  # last tokens of a text's beginning, which may depend on the text after it
+Sampled = tuple[int, Row]  # number of a row among the encoded rows of a part, copies included, and the row
+Tokens = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of supervised spans
+Beginning = tuple[list[int], list[int], bool]  # ids before a text, ids of the text, whether it is complete
 
 
 class PlainEncoder:
-    """A tokenizer as its own library applies it to a text."""
+    """Encodes texts with the tokenizers library alone."""
 
     def __init__(self, backend: Tokenizer, facts: TokenizerFacts) -> None:
         self.backend, self.facts = backend, facts
@@ -49,15 +50,15 @@ class PlainEncoder:
         added = backend.get_added_tokens_decoder().items()
         self.specials = {number: token.content for number, token in added if token.special}
         self.specials |= {number: str(backend.id_to_token(number)) for number in (*self.bos, *self.eos)}
-        # Its own normalizer and pre-tokenizer, and those that put no space before a text.
+        # Its normalizer and pre-tokenizer, and both without the space before a text.
         empty = {"normalizer": normalizers.Sequence([]), "pre_tokenizer": pre_tokenizers.Sequence([])}
-        whole = {name: part for name in empty if (part := getattr(backend, name)) is not None}
-        self._parts = whole, {name: _without_prefix(part, empty[name]) for name, part in whole.items()}
+        parts = {name: part for name in empty if (part := getattr(backend, name)) is not None}
+        self._parts = parts, {name: _without_prefix(part, empty[name]) for name, part in parts.items()}
 
     def unsure(self, text: str) -> bool:
-        """Return whether a text names a special token that is also a piece of the vocabulary.
+        """Return whether a text contains a special token that is also a piece of the vocabulary.
 
-        Such a name is encoded in pieces that its own library would not give it, see words.py.
+        Such a text is encoded in other pieces than by the library, see words.py.
         """
         for number, special in self.specials.items():
             around = (special, f" {special} ", f"x{special}x")
@@ -66,7 +67,7 @@ class PlainEncoder:
         return False
 
     def ids(self, text: str, continuing: bool = False, markup: bool = False) -> list[int]:
-        """Return the ids of a text; `continuing` an earlier one, or with special tokens as `markup` in it."""
+        """Return the ids of a text. continuing: it follows other text. markup: it has special tokens."""
         for name, part in self._parts[continuing].items():
             setattr(self.backend, name, part)
         self.backend.encode_special_tokens = not markup
@@ -74,7 +75,7 @@ class PlainEncoder:
         return ids
 
     def stops(self, text: str) -> list[int]:
-        """Return where each token of a text that continues another ends, with special tokens as markup."""
+        """Return the end in characters of each token of a text with special tokens, after other text."""
         for name, part in self._parts[True].items():
             setattr(self.backend, name, part)
         self.backend.encode_special_tokens = False
@@ -82,7 +83,7 @@ class PlainEncoder:
 
 
 def _without_prefix(part: Any, empty: Any) -> Any:
-    """Return a normalizer or pre-tokenizer that does the same but for a prefix; `empty` becomes it."""
+    """Turn `empty` into a normalizer or pre-tokenizer that does the same as `part` without a prefix."""
     tree = json.loads(part.__getstate__())
     inner = tree.get("normalizers") or tree.get("pretokenizers") or [tree]
     steps = [step for step in inner if step["type"] != "Prepend"]
@@ -96,8 +97,8 @@ def _without_prefix(part: Any, empty: Any) -> Any:
     return empty
 
 
-def sample(part: Part) -> list[Sampled]:
-    """Return rows of a part to encode again: ROWS of a shard's first part, one of its parts 1, 2, 4, 8 ..."""
+def sample(part: ShardPart) -> list[Sampled]:
+    """Return rows of a part to encode again: ROWS of a shard's first part, one of parts 1, 2, 4, 8 ..."""
     used, number = np.flatnonzero(part.copies), part.number
     if number & (number - 1) or not len(used):
         return []
@@ -110,17 +111,24 @@ def sample(part: Part) -> list[Sampled]:
 
 
 class ShardCheck:
-    """A comparison of some rows of a shard with what is in its file."""
+    """Compares some rows of a shard with its file."""
 
     def __init__(self, plain: PlainEncoder, config: DataConfig, chat: ChatTemplate | None) -> None:
         self.plain, self.config = plain, config
         self.chat = None if chat is None else ChatWriter(chat)
         self._texts: list[tuple[int, int, int, str | TokenIds]] = []  # domain, first token, tokens
-        self._examples: list[tuple[int, Example]] = []
-        self._tokens: Counter[int] = Counter()  # of each domain, so far
+        self._examples: list[tuple[int, Tokens]] = []
+        self._tokens: Counter[int] = Counter()  # of each domain so far
 
     def add(self, domain: int, ids: np.ndarray, lengths: np.ndarray, rows: Sequence[Sampled]) -> None:
-        """Take note of what a part became, and of those of its rows that are to be compared."""
+        """Record the tokens of a part, and its rows that will be compared.
+
+        Args:
+            domain: the number of the part's domain.
+            ids: the tokens of the part.
+            lengths: int64 [sequences].
+            rows: the rows to compare.
+        """
         for number, row in rows:
             if isinstance(row, str | TokenIds):
                 start = self._tokens[domain] + int(lengths[:number].sum())
@@ -137,19 +145,22 @@ class ShardCheck:
         self._tokens[domain] += len(ids)
 
     def compare(self, part: Path, kind: str, path: Path) -> None:
-        """Raise UserError unless the rows are in the file `part`, which becomes the shard at `path`."""
+        """Raise UserError unless the rows are in the file `part`, which will become the shard at `path`."""
         shard = Shard(part, kind)
         if not all(self._has_text(shard, *text) for text in self._texts) or not all(
             _has_example(shard, domain, *example) for domain, example in self._examples
         ):
             raise UserError(
-                f"{path} is not made: the tokenizer itself gives other ids for a row of it than were to be "
-                "written; this is an error of this program or its libraries, please report it",
+                f"{path} is not written: the tokenizer gives other ids for one of its rows. This is an error "
+                "of this program or its libraries. Please report it",
                 code="not-as-tokenized",
             )
 
     def _has_text(self, shard: Shard, domain: int, start: int, count: int, text: str | TokenIds) -> bool:
-        """Return whether a text's tokens are where they belong, as far as their rows were written."""
+        """Return whether the tokens of a text are at their position, as far as their rows were written.
+
+        start: the first token of the text, among those of the domain.
+        """
         rows = np.flatnonzero(shard.domain == domain)
         block = self.config.sequence_len
         used = rows[start // block : -(-(start + count) // block)].tolist()
@@ -159,14 +170,14 @@ class ShardCheck:
         written = tokens[start % block : start % block + count]
         if isinstance(text, TokenIds):
             return written == list(text.ids)[: len(written)]
-        if len(text) > CHARS:  # a beginning, if that settles it
+        if len(text) > CHARS:  # compare the beginning first
             ids = [*self.plain.bos, *self.plain.ids(text[:CHARS])][:-MARGIN]
             if written[: len(ids)] == ids[: len(written)]:
                 return True
         ids = [*self.plain.bos, *self.plain.ids(text), *self.plain.eos]
         return (len(ids) == count and written == ids[: len(written)]) or self.plain.unsure(text)
 
-    def _conversation(self, row: Conversation) -> Example:
+    def _conversation(self, row: Conversation) -> Tokens:
         ids, spans = [*self.plain.bos], []
         for number, turn in enumerate(render(row, self.config.template)):
             ids += self.plain.ids(turn.text[: turn.start])
@@ -176,7 +187,7 @@ class ShardCheck:
                 spans.append((begin, len(ids)))
         return ids, spans
 
-    def _chat(self, row: Chat) -> list[Example]:
+    def _chat(self, row: Chat) -> list[Tokens]:
         assert self.chat is not None
         examples = []
         for text, answers in self.chat.examples(row, exact=True):
@@ -185,12 +196,12 @@ class ShardCheck:
             done, end = 0, ""
             for number, answer in enumerate(answers, 1):
                 context = self.plain.ids(end + text[done : answer.start], markup=True)
-                said = text[answer.start : answer.stop]
+                response = text[answer.start : answer.stop]
                 following = self.plain.ids(end + text[done : answer.stop], markup=True)
                 prompt = ids + context[bool(end) :]
-                stops = self.plain.stops(said)
+                stops = self.plain.stops(response)
                 begin = len(prompt) + sum(stop <= answer.masked for stop in stops)
-                example = prompt + self.plain.ids(said, continuing=True, markup=True)
+                example = prompt + self.plain.ids(response, continuing=True, markup=True)
                 spans.append((begin, len(example)))
                 if number < len(answers) and following[: len(context)] != context:
                     examples.append((example, spans))
@@ -201,8 +212,8 @@ class ShardCheck:
             examples.append((ids, spans))
         return examples
 
-    def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Example]:
-        """Return the rows that an example becomes: itself, or what data.overlong makes of it."""
+    def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Tokens]:
+        """Return the sequences of an example after data.overlong."""
         block, overlong = self.config.sequence_len, self.config.overlong
         if len(ids) > block and overlong == "drop":
             return []
@@ -216,16 +227,16 @@ class ShardCheck:
 
 
 def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[int, int]]) -> bool:
-    """Return whether a segment of a shard is this example."""
+    """Return whether a segment of a shard has these ids and spans."""
     row = 0
     for (offsets, tokens), (counts, lengths) in zip(
         shard.columns["input_ids"], shard.columns["segment_lengths"], strict=True
     ):
-        starts = np.cumsum(lengths, dtype=np.int64) - lengths  # rows follow each other, as segments do
-        alike = np.flatnonzero(lengths == len(ids))
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths  # segments and rows are contiguous
+        candidates = np.flatnonzero(lengths == len(ids))
         for position in range(0, min(len(ids), MARGIN)):
-            alike = alike[tokens[starts[alike] + position] == ids[position]]
-        for segment in alike.tolist():
+            candidates = candidates[tokens[starts[candidates] + position] == ids[position]]
+        for segment in candidates.tolist():
             number = int(np.searchsorted(counts, segment, side="right")) - 1
             start = int(starts[segment])
             if tokens[start : start + len(ids)].tolist() == ids and shard.domain[row + number] == domain:
@@ -237,11 +248,11 @@ def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[in
     return False
 
 
-def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iterator[bool]:
-    """Yield, for some documents or examples of a shard, whether their beginning has the ids of its own text.
+def reencode_documents(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iterator[bool]:
+    """Yield for some documents or examples whether encoding their decoded beginning gives the same ids.
 
-    Yields nothing where that cannot be answered: ids that were given, a chat_template, a tokenizer that does
-    not give back the text.
+    Yields nothing if that cannot be decided: for sources of token ids, a chat_template, or a tokenizer that
+    does not restore the text.
     """
     sources = json.dumps(manifest.config.get("sources")) + json.dumps(manifest.config.get("validation"))
     if '"format": "tokens"' in sources or by_chat_template(manifest.template or ""):
@@ -252,45 +263,47 @@ def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iter
         for later in range(row, len(shard.valid)):
             tokens, segments, *spans = (column.tolist() for column in shard.row(later))
             start = len(tokens) - segments[-1]
-            begins, surely = tokens[start : start + len(bos)] == bos, bool(start or later == 0)
-            if not begins and surely and not split:
+            begins, is_first = tokens[start : start + len(bos)] == bos, bool(start or later == 0)
+            if not begins and is_first and not split:
                 yield False  # every document and example begins with BOS
                 break
-            texts = _beginning(tokens, start, spans, plain) if begins and (bos or surely) else []
-            same = [_same(plain, *text) for text in texts]
+            texts = _beginning(tokens, start, spans, plain) if begins and (bos or is_first) else []
+            same = [_has_own_ids(plain, *text) for text in texts]
             if same and None not in same:
                 yield all(same)
                 break
 
 
 def _beginning(tokens: list[int], start: int, spans: list[list[int]], plain: PlainEncoder) -> list[Beginning]:
-    """Return the beginning of the last document of a row, or prompt and response of its last example."""
+    """Return the beginning of the last document of a row, or the prompt and response of its last example."""
     first = start + len(plain.bos)
-    whole = bool(plain.eos) and tokens[-1] == plain.eos[0]
+    complete = bool(plain.eos) and tokens[-1] == plain.eos[0]
     if not spans:
-        return [([], tokens[first : len(tokens) - whole], whole)]
+        return [([], tokens[first : len(tokens) - complete], complete)]
     begin, stop = next((a, b) for a, b in zip(spans[0][::2], spans[0][1::2], strict=True) if a >= start)
-    prompt, whole = tokens[first:begin], tokens[stop - 1] == plain.eos[0]
-    if plain.eos[0] in prompt or len(prompt) > STRETCH:
-        return []  # an answer before it is not supervised, or it is long
-    return [([], prompt, True), (prompt, tokens[begin : stop - whole], whole)]
+    prompt, complete = tokens[first:begin], tokens[stop - 1] == plain.eos[0]
+    if plain.eos[0] in prompt or len(prompt) > MAX_TOKENS:
+        return []  # an earlier answer is not supervised, or the prompt is too long
+    return [([], prompt, True), (prompt, tokens[begin : stop - complete], complete)]
 
 
-def _same(plain: PlainEncoder, before: list[int], ids: list[int], whole: bool) -> bool | None:
-    """Return whether ids after others are those of their own text; None where that has no answer.
+def _has_own_ids(plain: PlainEncoder, before: list[int], ids: list[int], complete: bool) -> bool | None:
+    """Return whether the text of ids encodes to the same ids. None: this cannot be decided.
 
-    The last ones of what is not whole may depend on what follows. It has no answer for a tokenizer whose ids
-    depend on text that is far away: then not even those that it gives a part of the text are the same.
+    The last ids of an incomplete text may depend on the text after it. Some tokenizers give ids that depend
+    on distant text. Then even a part of the same text has other ids, and nothing can be decided.
+
+    before: the ids before the text. complete: whether the text ends with the last id.
     """
-    whole, ids = whole and len(ids) <= STRETCH, ids[:STRETCH]
-    settled = len(ids) if whole else max(0, len(ids) - MARGIN)
+    complete, ids = complete and len(ids) <= MAX_TOKENS, ids[:MAX_TOKENS]
+    settled = len(ids) if complete else max(0, len(ids) - MARGIN)
     if not plain.specials.keys().isdisjoint(ids):
         return None
     decode = partial(plain.backend.decode, skip_special_tokens=False)
     prefix = decode(before) if before else ""
     text = decode(before + ids)[len(prefix) :]
     again = plain.ids(text, continuing=bool(before))
-    if again[:settled] == ids[:settled] and (len(again) == len(ids) or not whole):
+    if again[:settled] == ids[:settled] and (len(again) == len(ids) or not complete):
         return True
     part = plain.ids(text[: len(text) // 2], continuing=bool(before))[:-MARGIN]
     lossy = "\ufffd" in text or decode(before + again)[len(prefix) :] != text

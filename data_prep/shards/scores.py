@@ -1,12 +1,12 @@
-"""Scores: a model's log-probability of every token after those before it, beside the shards.
+"""Scores: a model's log-probability of every token, stored next to the shards.
 
     <data>/<split>/scores/<name>/shard-00000-of-00004.npy    float32, one number per token of that shard
-    <data>/<split>/scores/<name>/shard-00000-of-00004.sha256 its hash, written after it
-    <data>/<split>/scores/<name>/begun.json                  whose scores are being written
-    <data>/<split>/scores/<name>/scores.json                 the same, with the files; written last
+    <data>/<split>/scores/<name>/shard-00000-of-00004.sha256 its hash, written after the scores
+    <data>/<split>/scores/<name>/begun.json                  the model and data of the scores
+    <data>/<split>/scores/<name>/scores.json                 the same, with the files. Written last
 
-The first token of a segment has nothing before it: its number is 0 and never read. Training reads a row's
-scores as it reads its tokens; `pipeline/planning/score.py` writes them.
+The first token of a segment is not predicted. Its score is 0 and never read. Training reads the scores of a
+row like its tokens. `pipeline/planning/score.py` writes them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class ScoredShard(Section):
 
 
 class About(Section):
-    """The data and the model that a set of scores belongs to."""
+    """The data and the model of a set of scores."""
 
     format: int
     data: str  # fingerprint of the data set
-    model: dict[str, Any]  # whose log-probabilities these are
+    model: dict[str, Any]  # the model of the log-probabilities
     shards: list[ScoredShard]
 
 
 def directory(data: TokenDataset, name: str) -> Path:
     """Return the directory of the scores called `name`. Raises UserError for a name that is a path."""
     if Path(name).name != name or name.startswith("."):
-        raise UserError(f"scores are called by a plain name, not {name!r}")
+        raise UserError(f"the name of scores must be a plain name, not {name!r}")
     return data.directory / SCORES / name
 
 
@@ -60,29 +60,31 @@ def shard_file(data: TokenDataset, name: str, index: int) -> Path:
 
 
 def top_dtype(k: int, vocab_size: int) -> np.dtype[Any]:
-    """Return the type of a token's k most likely ids, their log-probabilities, and that of the rest."""
+    """Return the type of the k most likely ids, and of their and the remaining log-probability."""
     return np.dtype([("ids", "<u2" if vocab_size <= 2**16 else "<i4", (k,)), ("log_p", "<f2", (k + 1,))])
 
 
 def write_shard(path: Path, scores: np.ndarray) -> None:
-    """Write scores of one shard's tokens [tokens], whole or not at all, and their hash beside them."""
+    """Write the scores of one shard [tokens], completely or not at all, and their hash."""
     scores = scores.astype(np.float32) if scores.dtype.names is None else scores
     numbers = scores if scores.dtype.names is None else scores["log_p"]
     if not np.isfinite(numbers).all() or (numbers > 0).any():
-        raise UserError(f"{path} is not written: the model gives what is no log-probability")
+        raise UserError(
+            f"{path} is not written: the model produced NaN, infinite or positive log-probabilities"
+        )
     write_atomically(path, lambda sink: np.save(sink, scores))
     write_text(path.with_suffix(HASH), sha256(path))
 
 
 def written_hash(path: Path) -> str | None:
-    """Return the hash of a shard's scores; None unless they are there as they were written."""
-    noted = path.with_suffix(HASH)
-    digest = sha256(path) if path.is_file() and noted.is_file() else None
-    return digest if digest and noted.read_text(encoding="utf-8") == digest else None
+    """Return the hash of a shard's scores, or None if they are missing or changed."""
+    hash_file = path.with_suffix(HASH)
+    digest = sha256(path) if path.is_file() and hash_file.is_file() else None
+    return digest if digest and hash_file.read_text(encoding="utf-8") == digest else None
 
 
 def read_shard(path: Path, tokens: int) -> np.ndarray:
-    """Return a shard's scores [tokens], memory-mapped. Raises UserError when the file cannot be that."""
+    """Return a shard's scores [tokens], memory-mapped. Raises UserError for any other file."""
     try:
         with numpy_value_errors():
             scores = np.load(path, mmap_mode="r")
@@ -94,24 +96,24 @@ def read_shard(path: Path, tokens: int) -> np.ndarray:
 
 
 def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
-    """Take the directory for the scores of one model; any number of jobs may begin the same."""
+    """Reserve the directory for the scores of one model. Several jobs may begin the same scores."""
     folder = directory(data, name)
     folder.mkdir(parents=True, exist_ok=True)
     origin = json.dumps({"data": data.fingerprint, "model": model}, indent=1) + "\n"
     write_once(folder / BEGUN, origin)
     if (folder / BEGUN).read_text(encoding="utf-8") != origin:
         raise UserError(
-            f"{folder} holds scores of another model or of other data; choose another --name, or give --force"
+            f"{folder} holds scores of another model or other data. Use another --name, or --force"
         )
 
 
 def clear(data: TokenDataset, name: str) -> None:
-    """Delete the scores of that name, and nothing else."""
+    """Delete the scores with this name."""
     remove_matching(directory(data, name), (ABOUT, BEGUN, "*.npy", f"*{HASH}"))
 
 
 def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:
-    """Write what the scores belong to, once every shard has its own; False while some have none."""
+    """Write the description of the scores if every shard has scores. Return False if some are missing."""
     shards = []
     for index, info in enumerate(data.manifest.shards):
         path = shard_file(data, name, index)
@@ -126,14 +128,14 @@ def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:
 
 
 class Scores:
-    """The scores of a data set's rows, as training reads them."""
+    """Reads the scores of a data set's rows for training."""
 
     def __init__(self, data: TokenDataset, name: str) -> None:
         self.data = data
         folder = directory(data, name)
         if not (folder / ABOUT).is_file():
             names = [path.parent.name for path in folder.parent.glob(f"*/{ABOUT}")]
-            problem = "not complete" if folder.is_dir() else "not there"
+            problem = "incomplete" if folder.is_dir() else "missing"
             hint = f"; {nearest(name, names)}" if names else ""
             raise UserError(f"the scores {folder} are {problem}{hint}; {AGAIN} --name {name}")
         try:
@@ -145,35 +147,35 @@ class Scores:
         infos = data.manifest.shards
         if (about.format, about.data, len(about.shards)) != (FORMAT, data.fingerprint, len(infos)):
             raise UserError(
-                f"the scores in {folder} are of another version, or belong to other data than those in "
-                f"{data.directory}; {AGAIN} --force"
+                f"the scores in {folder} are of another version, or not of the data in {data.directory}; "
+                f"{AGAIN} --force"
             )
         self.files = [shard_file(data, name, index) for index in range(len(infos))]
         self.shards = [read_shard(path, info.tokens) for path, info in zip(self.files, infos, strict=True)]
         self._starts = [data.token_offsets(index) for index in range(len(infos))]
 
     def faults(self, hashes: Hashes, part: int = 0, parts: int = 1) -> Iterator[str]:
-        """Yield files that are not what was written; of several readers each looks at a part."""
+        """Yield a message for each changed file. Each of several readers checks a part of the files."""
         for path, scored in list(zip(self.files, self.about.shards, strict=True))[part::parts]:
             if hashes.sha256(path) != scored.sha256:
                 yield f"{path} was changed after it was written; {AGAIN} --force"
 
     @property
     def top_k(self) -> int | None:
-        """Return how many of the most likely tokens are stored; None where it is the token itself alone."""
+        """Return how many of the most likely tokens are stored, or None if only the actual token is."""
         return self.about.model.get("top_k")
 
     def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return what is stored of the labels of rows: at i that of the token predicted there.
+        """Return the scores of the labels of rows. Index i is for the token predicted at position i.
 
-        `stored` [b, block] float32, the token's log-probability; or `teacher_ids` [b, block, k] int64, the
-        most likely tokens, and `teacher_log_p` [b, block, k + 1] float32, with that of all others at the end,
-        which add up to 1.
+        Either `stored` [b, block] float32: the log-probability of the token. Or `teacher_ids` [b, block, k]
+        int64: the most likely tokens, and `teacher_log_p` [b, block, k + 1] float32: their log-probabilities
+        and that of all other tokens at the end. The probabilities sum to 1.
         """
         width = self.data.manifest.block
         out = np.zeros((len(rows), width), self.shards[0].dtype)
         for i, row in enumerate(rows):
-            shard, number = self.data.place(int(row))
+            shard, number = self.data.locate(int(row))
             start, stop = self._starts[shard][number : number + 2]
             out[i, : stop - start - 1] = self.shards[shard][start + 1 : stop]
         if out.dtype.names is None:

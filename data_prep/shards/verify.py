@@ -1,7 +1,7 @@
-"""Is a prepared directory what was made?
+"""`verify`: check that a prepared directory is unchanged and consistent.
 
-`verify` believes nothing of what is in the directory: it computes hashes, counts and sums again, reads every
-row as training would, and encodes the text of a sample. It reads no sources.
+Hashes, counts and sums are computed again, every row is read as in training, and the text of a sample is
+encoded again. The sources are not read.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .format import (
     parse_manifest,
     shard_name,
 )
-from .reencode import PlainEncoder, written_again
+from .reencode import PlainEncoder, reencode_documents
 from .write import COUNTED, PLAN, SETTINGS, TOKENIZER, read_note, totals
 
-ROWS = 256  # rows looked at together
+ROWS = 256  # rows of a batch
 
 
 def data_sets(directory: Path) -> list[Path]:
-    """Return the data sets that should be in a prepared directory, or the data set that the directory is."""
+    """Return the data sets that a prepared directory should have, or the directory if it is a data set."""
     if (directory / MANIFEST).is_file():
         return [directory]
     sets = sorted(path.name for path in directory.glob(f"{VALIDATION}-*"))
@@ -58,41 +58,41 @@ def data_sets(directory: Path) -> list[Path]:
 
 
 def verify(directory: Path) -> tuple[list[str], list[str]]:
-    """Return what was right, and every fault, a line each."""
-    right, faults = [], []
+    """Return a line for each correct data set, and a line for each fault."""
+    correct, faults = [], []
     for split in data_sets(directory):
-        wrong: list[str] = []
-        again = 0
+        found: list[str] = []
+        reencoded = 0
         try:
             manifest = parse_manifest(split)
-            wrong += [*_shard_faults(split, manifest), *_manifest_faults(split, manifest)]
+            found += [*_shard_faults(split, manifest), *_manifest_faults(split, manifest)]
             tokenizer, facts = read_tokenizer(split.parent / TOKENIZER)
             expected = (manifest.vocab_size, manifest.bos_id, manifest.eos_id, manifest.tokenizer_fingerprint)
             if facts[:4] != expected:
-                wrong.append(f"{split.parent / TOKENIZER} is not the tokenizer that made {split}")
-            if not wrong:
-                wrong += _row_faults(split)
+                found.append(f"{split.parent / TOKENIZER} is not the tokenizer that made {split}")
+            if not found:
+                found += _row_faults(split)
                 plain = PlainEncoder(tokenizer, facts)
                 for info in manifest.shards:
                     path = split / info.file
-                    same = list(written_again(Shard(path, manifest.kind), manifest, plain))
-                    again += len(same)
+                    same = list(reencode_documents(Shard(path, manifest.kind), manifest, plain))
+                    reencoded += len(same)
                     if not all(same):
-                        wrong.append(f"{path} has ids that the tokenizer does not give for their text")
+                        found.append(f"{path} has ids that the tokenizer does not give for their text")
         except UserError as error:
-            wrong.append(str(error))
-        faults += wrong
-        if not wrong:
+            found.append(str(error))
+        faults += found
+        if not found:
             noun = "document" if manifest.kind == "text" else "example"
-            right.append(
-                f"{split}: {manifest.rows:,} rows in {len(manifest.shards)} shards, all as written; encoded "
-                f"again and the same: {counted(again, noun) if again else 'none'}"
+            correct.append(
+                f"{split}: {manifest.rows:,} rows in {len(manifest.shards)} shards, unchanged; encoded again "
+                f"with the same ids: {counted(reencoded, noun) if reencoded else 'none'}"
             )
-    return right, faults
+    return correct, faults
 
 
 def _shard_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield faults of files: there, whole, unchanged, as counted; and no others."""
+    """Yield missing, incomplete, changed, miscounted and additional files."""
     names = [shard_name(i, len(manifest.shards)) for i in range(len(manifest.shards))]
     if [info.file for info in manifest.shards] != names:
         yield f"{directory / MANIFEST} does not list its shards in order"
@@ -106,11 +106,11 @@ def _shard_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
             continue
         size = path.stat().st_size
         if size != info.bytes or sha256(path) != info.sha256:
-            yield f"{path} was changed: it has {size:,} bytes of the {info.bytes:,}, or another hash"
+            yield f"{path} was changed: it has {size:,} bytes instead of {info.bytes:,}, or another hash"
             continue
         note = read_note(directory, number, len(names))
         if note is not None and note != info:
-            yield f"{path}: its note does not say what {directory / MANIFEST} says"
+            yield f"{path}: its note differs from {directory / MANIFEST}"
         try:
             yield from _content_faults(path, Shard(path, manifest.kind), info, manifest)
         except (pa.ArrowException, KeyError, ValueError) as error:
@@ -118,7 +118,7 @@ def _shard_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifest) -> Iterator[str]:
-    """Yield where columns disagree with each other, the block, the vocabulary or what is said of them."""
+    """Yield differences between columns, block, vocabulary and recorded counts."""
     segments = [np.zeros(0, np.int64)]  # of each row
     for (id_offsets, ids), (offsets, lengths), (source_offsets, _) in zip(
         *(shard.columns[name] for name in ("input_ids", "segment_lengths", "sources")), strict=True
@@ -126,7 +126,7 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
         tokens = np.diff(id_offsets)
         segments.append(np.diff(offsets))
         if len(ids) and int(ids.max()) >= manifest.vocab_size:
-            yield f"{path} has id {ids.max()}, the vocabulary only {manifest.vocab_size}"
+            yield f"{path} has id {ids.max()}, but the vocabulary has {manifest.vocab_size} tokens"
         if (tokens > manifest.block).any() or (manifest.kind == "text" and (tokens != manifest.block).any()):
             yield f"{path} has rows that are not {manifest.block} tokens"
         sums = np.add.reduceat(lengths, offsets[:-1]) if len(lengths) else tokens[:0]
@@ -150,7 +150,7 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
 
 
 def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield where a manifest differs from its shards, its settings, its plan, or its own digest."""
+    """Yield differences of a manifest from its shards, its settings, its plan and its digest."""
     file, settings = directory / MANIFEST, manifest.config
     for domain in manifest.domains:
         parts = totals(o for info in manifest.shards for o in info.domains if o.name == domain.name)
@@ -175,7 +175,7 @@ def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
         expected |= {name: summary[name] for name in ("sources", "rejected")}
         if tree != settings | {"format": FORMAT}:
             yield f"{file} was not made with the settings in {home / SETTINGS}"
-    except FileNotFoundError:  # a data set may be copied without them
+    except FileNotFoundError:  # a data set may be copied without these files
         pass
     except Exception as error:  # pyarrow and zlib raise many classes for a damaged file
         yield f"{home}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
@@ -183,15 +183,15 @@ def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _unequal(file: Path, record: Any, expected: dict[str, Any]) -> Iterator[str]:
-    """Yield a fault for every field of a record that is not as expected."""
+    """Yield a fault for every field of a record with an unexpected value."""
     for name, value in expected.items():
         if (recorded := getattr(record, name)) != value:
-            recorded, right = one_line(str(recorded), 80), one_line(str(value), 80)
-            yield f"{file} says {name} {recorded}, but it is {right}; it was edited, or is of other data"
+            recorded, actual = one_line(str(recorded), 80), one_line(str(value), 80)
+            yield f"{file} has {name} {recorded} instead of {actual}: it was edited, or is of other data"
 
 
 def _row_faults(directory: Path) -> Iterator[str]:
-    """Yield the first row whose supervised targets, as training reads them, are not as many as counted."""
+    """Yield the first row whose number of supervised targets in training differs from the recorded count."""
     data = TokenDataset(directory)
     for start in range(0, len(data), ROWS):
         rows = np.arange(start, min(start + ROWS, len(data)))
@@ -200,6 +200,6 @@ def _row_faults(directory: Path) -> Iterator[str]:
         if len(wrong):
             row = int(rows[wrong[0]])
             file, number = data.provenance(np.array([row]))[0]
-            counts = f"supervises {targets[wrong[0]]} tokens, its count says {data.valid[row]}"
+            counts = f"supervises {targets[wrong[0]]} tokens, but its count is {data.valid[row]}"
             yield f"{directory / file} row {number} {counts}"
             return

@@ -1,6 +1,6 @@
-"""The names in a prepared directory, writing a shard and its manifest, and what is reported of both.
+"""Writing of shards, notes and manifests, and the reports about them.
 
-A shard is packed rows in an Arrow stream, and a note beside it that says it is whole.
+A shard is an Arrow stream of packed rows. The note next to it marks it as complete.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .reencode import ShardCheck
 SETTINGS, PLAN, TOKENIZER = "settings.json", "plan.parquet", "tokenizer"
 TOOL = f"data_prep {FORMAT}"
 BATCH_ROWS = 1024  # rows of an Arrow record batch
-COUNTED = ("rows", "tokens", "valid_tokens", "segments")  # of each domain, while rows are written
+COUNTED = ("rows", "tokens", "valid_tokens", "segments")  # counted for each domain
 
 
 class ShardWriter:
-    """PackedRows of some domains into one shard file."""
+    """Writes packed rows to one shard file."""
 
     def __init__(self, file: IO[bytes], kind: str, dtype: np.dtype, domains: tuple[str, ...]) -> None:
         self._file, self._kind, self._dtype, self._domains = file, kind, dtype, domains
@@ -52,8 +52,11 @@ class ShardWriter:
         self._waiting: list[pa.RecordBatch] = []
         self._counts = np.zeros((len(domains), len(COUNTED)), np.int64)
 
-    def add(self, rows: PackedRows, most: int | None = None) -> int:
-        """Append the first `most` rows, or all; return how many. They are written BATCH_ROWS at a time."""
+    def add(self, rows: PackedRows, limit: int | None = None) -> int:
+        """Append the first `limit` rows, or all, and return how many.
+
+        They are written BATCH_ROWS at a time.
+        """
         columns = [
             lists_of(_ends(rows.lengths), rows.ids.astype(self._dtype, copy=False)),
             lists_of(_ends(rows.segment_counts), rows.segments.astype(np.uint32)),
@@ -64,7 +67,7 @@ class ShardWriter:
         domain = np.full(len(rows.lengths), rows.domain, np.uint16)
         columns += [array_of(rows.valid.astype(np.uint32)), array_of(domain)]
         batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
-        self._waiting.append(batch if most is None else batch.slice(0, most))
+        self._waiting.append(batch if limit is None else batch.slice(0, limit))
         count = self._waiting[-1].num_rows
         sums = [int(amount[:count].sum()) for amount in (rows.lengths, rows.valid, rows.segment_counts)]
         self._counts[rows.domain] += (count, *sums)
@@ -73,12 +76,12 @@ class ShardWriter:
         return count
 
     def _write(self, multiple: int) -> None:
-        """Write as many of the rows that wait as are a multiple of some number."""
+        """Write waiting rows, in a number that is a multiple of `multiple`."""
         table = pa.Table.from_batches(self._waiting, self._schema)
         count = table.num_rows // multiple * multiple
         for start in range(0, count, BATCH_ROWS):
             columns = table.slice(start, min(BATCH_ROWS, count - start)).columns
-            # Copied, since Arrow pads the buffers of what is a slice.
+            # Copied, because Arrow pads the buffers of slices.
             arrays = [pa.concat_arrays(column.chunks) for column in columns]
             self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._waiting = table.slice(count).to_batches()
@@ -86,9 +89,13 @@ class ShardWriter:
     def finish(
         self, path: Path, documents: Counter[str], counts: Counter[str], ends: Iterable[int] = ()
     ) -> ShardInfo:
-        """Write what waits and the end of the stream; return the note of a shard that gets the name `path`.
+        """Write the waiting rows and the end of the stream. Return the note of the shard.
 
-        documents: of each domain. ends: the tokens that end supervised answers.
+        Args:
+            path: the later name of the shard.
+            documents: the number of documents of each domain.
+            counts: losses by reason.
+            ends: the tokens that end supervised answers.
         """
         self._write(1)
         self._stream.close()
@@ -113,12 +120,12 @@ class ShardWriter:
 
 
 def _ends(lengths: np.ndarray) -> np.ndarray:
-    """Return where lists of some lengths begin, and where the last ends."""
+    """Return the beginnings of lists with these lengths, and the end of the last."""
     return np.append(0, np.cumsum(lengths))
 
 
 def totals(parts: Iterable[DomainCounts | ShardInfo]) -> dict[str, int]:
-    """Return what domains or shards hold in all."""
+    """Return the total counts of domains or shards."""
     parts = list(parts)
     return {key: sum(getattr(part, key) for part in parts) for key in (*COUNTED, "documents")}
 
@@ -132,10 +139,18 @@ def write_shard(
     check: ShardCheck,
     quota: int | None = None,
 ) -> ShardInfo:
-    """Pack encoded sequences, of one domain each, into shard `index` of a split; return its note.
+    """Pack encoded sequences into a shard and return its note.
 
-    It is put in place, and then its note, only if `check` finds the rows in it that come with the sequences.
-    quota: for text, tokens at most, in whole blocks.
+    The shard and its note get their final names only if `check` finds the sampled rows in the shard.
+
+    Args:
+        directory: the directory of the split.
+        index: the number of the shard.
+        config: the data section of the recipe.
+        dtype: type of the tokens.
+        encoded: the sequences, each of one domain.
+        check: compares sampled rows.
+        quota: most tokens of a text shard, in complete blocks.
     """
     name, domains = shard_name(index, config.shards), config.domains_of(directory.name)
     counts: Counter[str] = Counter()
@@ -159,9 +174,9 @@ def write_shard(
     with part_file(directory / name) as file:
         writer = ShardWriter(file, config.kind, dtype, domains)
         if config.kind == "text":
-            _blocks(writer, counted_parts(), config.sequence_len, quota, counts)
+            _pack_blocks(writer, counted_parts(), config.sequence_len, quota, counts)
         else:
-            _bins(writer, counted_parts(), config.sequence_len, dtype, directory)
+            _pack_bins(writer, counted_parts(), config.sequence_len, dtype, directory)
         info = writer.finish(directory / name, documents, counts, ends)
         check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
@@ -171,7 +186,7 @@ def write_shard(
     return info
 
 
-def _blocks(
+def _pack_blocks(
     writer: ShardWriter,
     encoded: Iterable[tuple[int, Encoded]],
     block: int,
@@ -190,17 +205,17 @@ def _blocks(
     counts["remainder_tokens_dropped"] += sum(packer.remainder for packer in packers.values())
 
 
-def _bins(
+def _pack_bins(
     writer: ShardWriter,
     encoded: Iterable[tuple[int, Encoded]],
     block: int,
     dtype: np.dtype,
     directory: Path,
 ) -> None:
-    """Pack bins, which need all lengths of the shard first: the ids wait in a file that has no name."""
+    """Pack bins. They need all lengths of the shard first, so the ids wait in an unnamed file."""
     import tempfile
 
-    parts: dict[int, list[tuple[int, Encoded]]] = {}  # of each domain: where the ids begin
+    parts: dict[int, list[tuple[int, Encoded]]] = {}  # of each domain: the beginning of the ids
     tokens = 0
     with tempfile.TemporaryFile(dir=directory) as spool:
         for domain, part in encoded:
@@ -222,38 +237,40 @@ def _bins(
 
 
 def overlap_path(directory: Path, index: int, count: int) -> Path:
-    """Return the path of the grams of test rows that a shard's documents hold."""
+    """Return the file with the n-grams of test rows in a shard's documents."""
     return (directory / shard_name(index, count)).with_suffix(".overlap.json")
 
 
 def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
-    """Return the note of a whole shard; None when the shard has to be made."""
+    """Return the note of a complete shard, or None if the shard must be made."""
     shard = directory / shard_name(index, count)
     try:
         info = ShardInfo.model_validate_json(shard.with_suffix(".json").read_bytes())
-        whole = shard.stat().st_size == info.bytes and (info.split, info.file) == (directory.name, shard.name)
+        complete = shard.stat().st_size == info.bytes and (info.split, info.file) == (
+            directory.name,
+            shard.name,
+        )
     except (OSError, ValidationError):
         return None
-    return info if whole else None
+    return info if complete else None
 
 
-def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: list[ShardInfo]) -> Manifest:
-    """Return the manifest of a split whose shards are all there. Raises UserError when they hold no row.
+def make_manifest(
+    config: DataConfig, summary: dict[str, Any], split: str, infos: list[ShardInfo]
+) -> Manifest:
+    """Return the manifest of a split whose shards are complete. Raises UserError if they have no rows.
 
-    summary: of the plan.
+    Args:
+        config: the data section of the recipe.
+        summary: the summary of the plan.
+        split: the name of the split.
+        infos: the notes of all shards.
     """
-    decisive, facts = settings(config), TokenizerFacts(**summary["tokenizer"])
+    made_with = settings(config)
+    facts = TokenizerFacts(**summary["tokenizer"])
     total = totals(infos)
     if not total["rows"]:
-        rows = "training" if split == TRAIN else split.replace(f"{VALIDATION}-", f"{VALIDATION} ")
-        if config.kind == "instruct":
-            reason = f"no {rows} example has a response within data.sequence_len={config.sequence_len} tokens"
-            advice = "set a larger one"
-        else:
-            reason = f"the {rows} data are less than one block of {config.sequence_len} tokens in every shard"
-            fewer = " or fewer data.shards" if config.shards > 1 else ""
-            advice = f"set a smaller data.sequence_len{fewer}, or add {rows} data,"
-        raise UserError(f"{reason}; {advice} and prepare with --force", code="no-rows")
+        raise _no_rows_error(config, split)
     domains = [
         DomainCounts(
             name=name, **totals(part for info in infos for part in info.domains if part.name == name)
@@ -270,9 +287,9 @@ def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: 
         tokenizer_fingerprint=facts.fingerprint,
         bos_id=facts.bos_id,
         eos_id=facts.eos_id,
-        template=decisive["template_version"],
+        template=made_with["template_version"],
         fingerprint=content_fingerprint(config.kind, config.sequence_len, facts.fingerprint, infos),
-        config=decisive,
+        config=made_with,
         sources=summary["sources"],
         rejected=summary["rejected"],
         counts=dict(sorted(sum((Counter(info.counts) for info in infos), Counter()).items())),
@@ -284,22 +301,34 @@ def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: 
     )
 
 
-def columns_read(summary: dict[str, Any]) -> list[str]:
-    """Return lines for the user: which columns of the sources are read, and which are not."""
-    alike: dict[tuple[str, str], list[str]] = {}
+def _no_rows_error(config: DataConfig, split: str) -> UserError:
+    rows = "training" if split == TRAIN else split.replace(f"{VALIDATION}-", f"{VALIDATION} ")
+    if config.kind == "instruct":
+        problem = f"no {rows} example has a response within data.sequence_len={config.sequence_len} tokens"
+        advice = "Set a larger value"
+    else:
+        problem = f"the {rows} data are less than one block of {config.sequence_len} tokens in every shard"
+        fewer = " or fewer data.shards" if config.shards > 1 else ""
+        advice = f"Set a smaller data.sequence_len{fewer}, or add {rows} data,"
+    return UserError(f"{problem}. {advice} and prepare with --force", code="no-rows")
+
+
+def describe_columns(summary: dict[str, Any]) -> list[str]:
+    """Return lines for the user with the columns of the sources that are read and that are not."""
+    same_columns: dict[tuple[str, str], list[str]] = {}
     for source in summary["sources"]:
         if source["columns_not_read"]:
             key = ", ".join(source["columns"]), ", ".join(source["columns_not_read"][:12])
-            alike.setdefault(key, []).append(source["name"])
+            same_columns.setdefault(key, []).append(source["name"])
     lines = []
-    for (read, unread), names in alike.items():
+    for (read, unread), names in same_columns.items():
         others = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
         lines.append(f"{names[0]}{others}: columns read: {read}; not read: {unread}")
     return lines
 
 
-def left_out(summary: dict[str, Any]) -> list[str]:
-    """Return phrases for the user: what of the sources no shard takes."""
+def describe_left_out(summary: dict[str, Any]) -> list[str]:
+    """Return phrases for the user about rows and messages of the sources that are not used."""
     lost, rejected = [], summary["rejected"]
     if rejected:
         reasons = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in rejected.items())
@@ -315,21 +344,21 @@ def left_out(summary: dict[str, Any]) -> list[str]:
     return lost
 
 
-def losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> list[str]:
-    """Return lines for the user: what of a split's rows was cut or dropped as they were encoded and packed.
+def describe_losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> list[str]:
+    """Return lines for the user about rows of a split that were cut or dropped by encoding and packing.
 
-    infos: of the shards that are there so far.
+    infos: the notes of the existing shards.
     """
     lines, domains = [], config.domains_of(split)
     counts = sum((Counter(info.counts) for info in infos), Counter())
     if overlong := counts["overlong"]:
         kinds = ("truncated", "split", "dropped", "without_response")
         parts = [(counts[f"overlong_{kind}"], kind.replace("_", " ")) for kind in kinds]
-        fates = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
+        outcomes = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
         lines.append(
             f"{counted(overlong, 'example')} of {counted(totals(infos)['documents'], 'row')} are longer than "
             f"{config.sequence_len} tokens "
-            f"({fates}); {counted(counts['overlong_tokens_lost'], 'token')} lost"
+            f"({outcomes}); {counted(counts['overlong_tokens_lost'], 'token')} lost"
         )
     if remainder := counts["remainder_tokens_dropped"]:
         ends = "shards, and of domains in them" if len(domains) > 1 else "shards"
@@ -338,5 +367,5 @@ def losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> list[str]:
         lines.append(f"{counted(beyond, 'token')} beyond data.limit_tokens dropped")
     written = {part.name for info in infos for part in info.domains if part.rows}
     if len(infos) == config.shards and (none := [name for name in domains if name not in written]):
-        lines.append(f"nothing is left of the domain{'s' if none[1:] else ''} {', '.join(none)}")
+        lines.append(f"no rows are left of the domain{'s' if none[1:] else ''} {', '.join(none)}")
     return lines

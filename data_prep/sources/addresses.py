@@ -1,4 +1,4 @@
-"""Files at addresses that fsspec reads (s3://, gs://, https:// ...), as streams like those of local files."""
+"""Files at addresses that fsspec reads (s3://, gs://, https:// ...), with the interface of local files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 
 from emo.common.errors import FailureError, UserError, one_line
 
-BUFFER = 1 << 20  # bytes that are asked for at once
+BUFFER = 1 << 20  # bytes of one request
 WEB = ("http", "https")
 NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 VERSION = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", "generation", "md5hash")
 
 
 class RemoteFile:
-    """A file at an address; as much of Path as inputs need."""
+    """A file at an address, with the parts of Path's interface that readers use."""
 
     def __init__(self, address: str, system: Any, path: str, info: dict[str, Any]) -> None:
         self.address, self._system, self._path = address, system, path
@@ -32,15 +32,15 @@ class RemoteFile:
         return self.address
 
     def open(self, mode: Literal["rb"] = "rb", at_random: bool = False) -> IO[bytes]:
-        """Return its bytes, in order: web servers may not know how to begin in the middle."""
+        """Open the file. It is read in order unless `at_random`: web servers may not support ranges."""
         in_order = "https" in self._system.protocol and not at_random
         with _explained(self.address):
             file = self._system.open(self._path, mode, **({"block_size": 0} if in_order else {}))
         return io.BufferedReader(_Stream(file, self.address, seekable=not in_order), BUFFER)
 
-    def state(self, again: bool) -> list[str]:
-        """Return what changes when the file does: as it was listed, or asked of its server again."""
-        if not again:
+    def state(self, refresh: bool) -> list[str]:
+        """Return values that change with the file, as listed, or with `refresh` from a new query."""
+        if not refresh:
             return self._listed
         with _explained(self.address):
             self._system.invalidate_cache()
@@ -48,7 +48,7 @@ class RemoteFile:
 
 
 class _Stream(io.RawIOBase):
-    """A file of fsspec whose errors are understood."""
+    """A file of fsspec that raises UserError and FailureError."""
 
     def __init__(self, file: Any, address: str, seekable: bool) -> None:
         self._file, self._address, self._seekable = file, address, seekable
@@ -82,53 +82,54 @@ class _Stream(io.RawIOBase):
 
 
 def remote_files(pattern: str) -> list[RemoteFile]:
-    """Return the files that an address names, or a pattern of addresses with * ? [ ], in order."""
+    """Return the files of an address, or of a pattern of addresses with * ? [ ], in order."""
     import fsspec
 
     protocol = re.split("::|://", pattern, maxsplit=1)[0]
     if "@" in urlsplit(pattern).netloc and protocol in WEB:
-        raise UserError("files: the address holds a name or password, and recipes are kept and shown")
+        raise UserError(
+            "files: the address has a name or password. Remove it: recipes are stored and printed"
+        )
     try:
         system, path = fsspec.core.url_to_fs(pattern)
     except (ImportError, ValueError) as error:
         advice = f"pip install {NEEDS[protocol]}" if protocol in NEEDS else one_line(error, 200)
-        raise UserError(f"files: {pattern} is no address that fsspec can read here ({advice})") from None
-    web = "https" in system.protocol  # without lists of files, and read from the beginning
+        raise UserError(f"files: {pattern} is not an address that fsspec can read ({advice})") from None
+    web = "https" in system.protocol  # has no lists of files, and is read from the beginning
     with _explained(pattern):
         paths = [path] if not web and system.isfile(path) else []
         if not paths and any(sign in path for sign in ("*" if web else "*?[")):
             paths = [file for file in sorted(system.glob(path)) if web or system.isfile(file)]
         elif not paths and (web or not system.isdir(path)):
-            paths = [path]  # and its information says whether it is there
+            paths = [path]  # `info` fails if it does not exist
         files = [
             RemoteFile(file if web else system.unstrip_protocol(file), system, file, system.info(file))
             for file in paths
         ]
     if not files:
-        raise UserError(f"no file matches {pattern}; give a pattern of files, {pattern.rstrip('/')}/*.jsonl")
+        raise UserError(f"no file matches {pattern}. Use a pattern of files: {pattern.rstrip('/')}/*.jsonl")
     return files
 
 
 def _state(info: dict[str, Any]) -> list[str]:
-    """Return the size, the version and the times that a file system tells of a file."""
+    """Return the size, version and times of a file in its file system."""
     return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in VERSION]
 
 
 @contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """Turn the errors of file systems, which are of many classes, into ours."""
+    """Convert the errors of file systems, which have many classes."""
     try:
         yield
     except UserError:
         raise
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-        problem = (
-            "no file matches" if isinstance(error, FileNotFoundError) else "no permission to read a file"
-        )
-        raise UserError(f"{problem} {address}; check the address and who may read it") from None
+        missing = isinstance(error, FileNotFoundError)
+        problem = "no file matches" if missing else "no permission to read a file"
+        raise UserError(f"{problem} {address}. Check the address and its permissions") from None
     except Exception as error:
-        if isinstance(error, ValueError):  # a server that sends no parts of files, for one
-            raise UserError(f"{address}: {one_line(error, 200)}; download the file first") from None
+        if isinstance(error, ValueError):  # for example a server without ranges
+            raise UserError(f"{address}: {one_line(error, 200)}. Download the file first") from None
         raise FailureError(
-            f"{address} cannot be read ({one_line(error, 200)}); when it can be reached, run the same again"
+            f"{address} cannot be read ({one_line(error, 200)}). Run the command again when it is reachable"
         ) from None

@@ -17,7 +17,7 @@ from typing import Any
 
 from emo.common.errors import UserError
 from emo.common.io.untrusted import read_json
-from emo.data_prep.sources.inputs import read_text
+from emo.data_prep.sources.files import read_text
 
 from ..results import store
 from ..results.directory import MODELS, SAMPLES, Record

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.io.untrusted import parse_json
 from emo.data_prep.selection.contamination import digest, row_text
-from emo.data_prep.sources.inputs import read_text
+from emo.data_prep.sources.files import read_text
 
 from ..results import store
 from ..results.rows import evenly_spaced

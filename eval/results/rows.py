@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from emo.common.errors import UserError, one_line
-from emo.data_prep.sources.inputs import read_text
+from emo.data_prep.sources.files import read_text
 
 T = TypeVar("T")
 SURROGATE, ESCAPED_SURROGATE = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")

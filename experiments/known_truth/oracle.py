@@ -31,7 +31,7 @@ from transformers import TopPLogitsWarper
 
 from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.common.io.files import write_text
-from emo.data_prep.sources.inputs import read_text
+from emo.data_prep.sources.files import read_text
 from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import Decoding, prompt_ids
 from emo.eval.generation.fixed_point import FixedPoint

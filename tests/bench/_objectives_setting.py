@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from emo.data_prep.sources.inputs import open_text
+from emo.data_prep.sources.files import open_text
 from emo.pipeline.loss.cost import CostEmbedding, TokenPlan, open_rows, plan_tokens
 from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.objectives import get_objective

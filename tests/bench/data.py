@@ -40,7 +40,7 @@ from emo.data_prep.encoding.tokenizer import save_tokenizer, tokenizer_facts
 from emo.data_prep.encoding.words import encoder
 from emo.data_prep.prepare import prepare
 from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
-from emo.data_prep.sources.inputs import open_text
+from emo.data_prep.sources.files import open_text
 from emo.pipeline.batches.config import MixtureConfig
 from emo.pipeline.batches.order import MixedOrder, MixtureStart
 from tests.bench import common

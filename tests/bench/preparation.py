@@ -25,7 +25,8 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from emo.data_prep.config import load_data_config
-from emo.data_prep.prepare import planned_inputs, prepare
+from emo.data_prep.checks import planned_inputs
+from emo.data_prep.prepare import prepare
 from emo.data_prep.selection.scan import Scan
 recipe, share = sys.argv[1:]
 config = load_data_config(Path(recipe), [])

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emo.data_prep.sources.inputs import open_text
+from emo.data_prep.sources.files import open_text
 from emo.pipeline.loss import Teacher, TopK, fused_linear_loss, get_objective
 from tests.bench import common
 from tests.bench._objectives_setting import DEVICE, GPU, LIGER, TRL, Setting, Shape

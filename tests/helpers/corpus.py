@@ -30,7 +30,8 @@ from emo.data_prep.shards import format as shards
 from emo.data_prep.shards.format import TokenDataset
 from emo.data_prep.shards.write import ShardWriter, totals
 from emo.data_prep.sources.inputs import open_inputs
-from emo.data_prep.sources.rows import Rejected, parse, plain_text
+from emo.data_prep.sources.rows import parse, plain_text
+from emo.data_prep.sources.spec import Rejected
 
 WORDS = (
     *("the", "a", "one", "two", "red", "green", "old", "new", "small", "river", "house", "tree", "bird"),

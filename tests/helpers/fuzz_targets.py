@@ -24,7 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from emo.data_prep.encoding.templates import Conversation, render
 from emo.data_prep.encoding.tokenizer import save_tokenizer
 from emo.data_prep.sources.inputs import open_inputs
-from emo.data_prep.sources.rows import Rejected, parse
+from emo.data_prep.sources.rows import parse
+from emo.data_prep.sources.spec import Rejected
 from emo.eval.generation.prefixes import from_file
 from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.task_data import load_data

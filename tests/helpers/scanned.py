@@ -10,8 +10,8 @@ import numpy as np
 from emo.data_prep.config import DataConfig
 from emo.data_prep.selection.arrow import array_of
 from emo.data_prep.selection.near import band_shape, near_columns
-from emo.data_prep.selection.scan import ScanPart, batch_of, read_part, weighed, write_part
-from emo.data_prep.sources.rows import CODE
+from emo.data_prep.selection.scan import ScanPart, batch_of, draw_copies, read_part, write_part
+from emo.data_prep.sources.spec import CODE
 
 
 def parts_of(
@@ -29,7 +29,7 @@ def parts_of(
         batches = []
         for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
             member = hashes[first:last].astype(np.uint64)
-            columns = weighed(i, member, member, weights[i], splits[i], config)
+            columns = draw_copies(i, member, member, weights[i], splits[i], config)
             columns |= {"hash": member, "chars": chars[first:last].astype(np.uint32)}
             columns |= {"reason": reasons[first:last].astype(np.uint8)}
             rows = {name: array_of(values) for name, values in columns.items()}

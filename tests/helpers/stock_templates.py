@@ -13,10 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from emo.data_prep.encoding.chat_templates import EMPTY_THINKING, RefusedError, read_template
-from emo.data_prep.encoding.chats import ChatEncoder, ChatWriter
+from emo.data_prep.encoding.chat_writer import ChatWriter
+from emo.data_prep.encoding.chats import ChatEncoder
 from emo.data_prep.encoding.templates import Chat
 from emo.data_prep.encoding.tokenizer import save_tokenizer
-from emo.data_prep.sources.rows import Judged, Rejected, RowSpec, judge
+from emo.data_prep.sources.rows import JudgedRow, judge_rows
+from emo.data_prep.sources.spec import Rejected, RowSpec
 from tests.helpers.corpus import lasting_directory
 
 BAR, LINE = "\uff5c", "\u2581"  # as DeepSeek writes tokens
@@ -130,8 +132,8 @@ KINDS = ("plain", "system", "reasoning", "thoughts", *CALLING_KINDS)
 
 
 def read_chat(row: dict[str, Any]) -> Chat:
-    (judged,) = judge([row], RowSpec("instruct", "auto", True, None, "none", 1_000_000, (), True))
-    assert isinstance(judged, Judged) and isinstance(judged.row, Chat), judged
+    (judged,) = judge_rows([row], RowSpec("instruct", "auto", True, None, "none", 1_000_000, (), True))
+    assert isinstance(judged, JudgedRow) and isinstance(judged.row, Chat), judged
     return judged.row
 
 

@@ -1,9 +1,9 @@
 """A small made-up world in simple English: text, instructions and eight tasks, as compressed JSON lines.
 
 `home` and `abroad` are documents about the two halves of the world, `world` about both, `instruct` examples
-in Alpaca's columns; `tasks` holds the rows of the eight evaluation tasks in the columns and label ids of the
-real data sets, with their `task` and `split`. The tasks ask about both halves, so a model that has read one
-half has something to learn from the other. No document and no demonstration contains a test row.
+in Alpaca's columns. `tasks` holds the rows of the eight evaluation tasks in the columns and label ids of the
+real data sets, with their `task` and `split`. The tasks cover both halves, so a model trained on one half can
+learn from the other. No document and no demonstration contains a test row.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _tasks() -> list[dict[str, Any]]:
 
 
 def task_rows(task: str, split: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the first rows of a task's split: test and train, or for mmlu test and dev."""
+    """Return the first rows of a task's split: `test`, and `train` or for mmlu `dev`."""
     rows = [row for row in _tasks() if (row["task"], row["split"]) == (task, split)]
     return [{key: row[key] for key in row if key not in ("task", "split")} for row in rows[:limit]]
 
 
 def write_tasks(directory: Path, train: int | None = None, test: int | None = None) -> None:
-    """Write <directory>/<task>/{train|dev,test}.jsonl and labels.json, laid out as the real data are."""
+    """Write <directory>/<task>/{train|dev,test}.jsonl and labels.json, in the layout of the real data."""
     for task in TASKS:
         folder = directory / task
         folder.mkdir(parents=True, exist_ok=True)

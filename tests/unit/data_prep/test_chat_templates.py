@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encoding.chat_templates import RefusedError, Renderer, read_template
-from emo.data_prep.encoding.chats import ChatWriter
+from emo.data_prep.encoding.chat_writer import ChatWriter
 from emo.data_prep.selection.plan import Plan
 from emo.data_prep.shards.verify import verify
 from tests.helpers.chat_templates import CALLING, CHATML, THINKING, TOOLS, tokenizer_with
@@ -69,7 +69,7 @@ def writer_of(template: str, **settings: Any) -> ChatWriter:
     return ChatWriter(read_template(tokenizer_with(template), "t", **settings))
 
 
-def test_a_template_without_tools_is_called_that() -> None:
+def test_a_template_without_tools_is_reported() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     row = read_chat(talk(("user", "q"), ("assistant", ""), tool_calls=[call]))
     with pytest.raises(RefusedError, match="does not write tool calls"):
@@ -111,7 +111,7 @@ def test_examples_are_prompts_of_generation_and_answers(name: str) -> None:
 
 @needs_trl
 @pytest.mark.parametrize("name", ["qwen3", "lfm2_2_5", "gptoss"])
-def test_signs_find_what_rendering_every_prompt_finds(name: str) -> None:
+def test_signs_give_the_same_examples_as_rendering_every_prompt(name: str) -> None:
     """One writer that remembers what it saw, for chats of many shapes."""
     rng = random.Random(1)
     writer = ChatWriter(read_template(stand_in(name)[1], name))
@@ -154,7 +154,7 @@ def test_long_chats_are_rendered_as_often_as_short_ones(monkeypatch: pytest.Monk
     assert counts[0] == counts[1] == 3
 
 
-def test_history_that_is_rewritten_gives_an_example_for_each_answer(tmp_path: Path) -> None:
+def test_rewritten_history_gives_one_example_per_answer(tmp_path: Path) -> None:
     """Of one source document, so that intervals take them together."""
     rows = [
         talk(("user", f"q{i}"), ("assistant", f"a{i}"), ("user", "r"), ("assistant", "b")) for i in range(30)
@@ -179,7 +179,7 @@ def test_history_that_is_rewritten_gives_an_example_for_each_answer(tmp_path: Pa
         ("drop", "Hi<|im_end|>", "Hi<|im_end|>"),
     ],
 )
-def test_what_is_learned_of_reasoning(reasoning: str, empty: str, full: str) -> None:
+def test_loss_on_reasoning_follows_data_reasoning(reasoning: str, empty: str, full: str) -> None:
     thoughts = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
     thoughts = "{% if m.role == 'assistant' %}" + thoughts + "{% endif %}"
     writer = writer_of(CHATML.replace("{{ m.content }}", thoughts + "{{ m.content }}"), reasoning=reasoning)
@@ -219,12 +219,12 @@ HIDING = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.ro
         ),
     ],
 )
-def test_what_a_template_leaves_out_is_known(template: str, lost: list[str]) -> None:
+def test_fields_left_out_by_a_template_are_found(template: str, lost: list[str]) -> None:
     writer, chat = writer_of(template), read_chat(RICH)
     assert writer.left_out(chat, writer.examples(chat)) == lost
 
 
-def test_what_a_template_leaves_out_is_counted_or_rejected(tmp_path: Path) -> None:
+def test_rows_with_fields_left_out_are_counted_or_rejected(tmp_path: Path) -> None:
     rows = [
         messages_of(1, "plain"),
         *(talk(("user", f"q{i}"), ("assistant", "a"), thinking="t") for i in range(9)),
@@ -245,7 +245,7 @@ def test_what_a_template_leaves_out_is_counted_or_rejected(tmp_path: Path) -> No
     assert any("left out by the template: name in 10 rows, timestamp in 10 rows" in line for line in told)
 
 
-def test_rows_are_the_same_by_what_is_written_of_them(tmp_path: Path) -> None:
+def test_chats_are_compared_by_their_written_text(tmp_path: Path) -> None:
     """Other ids and keys that reach no token do not make another row, which could be held out."""
     rows = []
     for i in range(100):
@@ -261,7 +261,7 @@ def test_rows_are_the_same_by_what_is_written_of_them(tmp_path: Path) -> None:
     assert train_set(config).manifest.rejected == {"duplicate": 99}
 
 
-def test_what_duplicates_leave_of_a_validation_set_is_reported(tmp_path: Path) -> None:
+def test_a_note_reports_duplicates_in_a_validation_set(tmp_path: Path) -> None:
     same = [f"the river runs under the old road near the house number {i % 2}" for i in range(2)]
     texts = [f"{i} {same[0]} and then some more words about the same river" for i in range(400)]
     write_jsonl(tmp_path / "a.jsonl", texts)
@@ -278,7 +278,7 @@ def test_what_duplicates_leave_of_a_validation_set_is_reported(tmp_path: Path) -
     assert len(notes) == 1 and "validation set" in notes[0]
 
 
-def test_a_table_gives_the_tokens_of_json_lines(tmp_path: Path) -> None:
+def test_a_table_gives_the_same_tokens_as_json_lines(tmp_path: Path) -> None:
     """Storage gives all calls the keys of all others, as null; an Arrow map is an object."""
     arguments: list[dict[str, Any]] = [{"town": "Oslo"}, {"a": "x", "b": 2.5}, {"deep": {"c": "d"}}]
     rows = []
@@ -346,7 +346,7 @@ def test_a_base_model_gets_a_template_by_name(tmp_path: Path) -> None:
         prepared(tmp_path, **options(CHATML, template="llama3", dir=str(tmp_path / "other")))
 
 
-def test_variables_reach_the_template_and_are_settings(tmp_path: Path) -> None:
+def test_template_variables_reach_the_template_and_the_settings(tmp_path: Path) -> None:
     template = "{% if mood is defined %}{{ mood }}{% endif %}" + CHATML
     write_jsonl(tmp_path / "a.jsonl", [talk(("user", f"q{i}"), ("assistant", "a")) for i in range(20)])
     config = prepared(tmp_path, **options(template, template_variables={"mood": "calm"}))
@@ -358,7 +358,7 @@ def test_variables_reach_the_template_and_are_settings(tmp_path: Path) -> None:
             data_config(tmp_path, **options(template, template_variables=wrong))
 
 
-def test_turns_that_the_next_role_ends(tmp_path: Path) -> None:
+def test_turns_that_end_with_the_next_role_token_are_learned(tmp_path: Path) -> None:
     """As GLM's: the token that begins the next turn ends an answer, also the last one."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}"
@@ -376,7 +376,7 @@ def test_turns_that_the_next_role_ends(tmp_path: Path) -> None:
     assert Plan.load(config.dir / "plan.parquet").summary["rejected"] == {}
 
 
-def test_a_stretch_that_is_the_end_alone_is_of_its_answer() -> None:
+def test_a_mark_on_the_end_token_alone_belongs_to_its_answer() -> None:
     mark = "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}"
     part = "{% if m.role == 'assistant' %}" + mark + "{% else %}{{ m.content }}<|im_end|>{% endif %}"
     writer = writer_of(CHATML.replace("{{ m.content }}<|im_end|>", part))
@@ -391,7 +391,7 @@ ADDING = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 @pytest.mark.parametrize("content", [None, ...])
-def test_calls_are_written_alike_whatever_rows_came_before(content: Any) -> None:
+def test_the_form_of_calls_does_not_depend_on_earlier_rows(content: Any) -> None:
     """The template adds to the content of a call. Its arguments are objects, whether or not that is null."""
     writer = writer_of(ADDING)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"town": "Oslo"}}}]}
@@ -403,7 +403,7 @@ def test_calls_are_written_alike_whatever_rows_came_before(content: Any) -> None
 
 @needs_trl
 @pytest.mark.parametrize("thought", [{"reasoning_content": ""}, {"thinking": " \n"}, {}])
-def test_reasoning_that_is_empty_is_not_learned(thought: dict[str, str]) -> None:
+def test_empty_reasoning_has_no_loss(thought: dict[str, str]) -> None:
     writer = ChatWriter(read_template(stand_in("gptoss")[1], "gptoss"))
     content = "a" if thought else "<think>\n\n</think>\n\na"
     row = talk(("user", "q"), ("assistant", content), **thought)
@@ -411,13 +411,13 @@ def test_reasoning_that_is_empty_is_not_learned(thought: dict[str, str]) -> None
 
 
 @needs_trl
-def test_two_keys_of_the_same_reasoning_are_one() -> None:
+def test_two_keys_with_the_same_reasoning_count_once() -> None:
     writer = ChatWriter(read_template(stand_in("gptoss")[1], "gptoss"))
     chat = read_chat(talk(("user", "q"), ("assistant", "a"), reasoning="hm", reasoning_content="hm"))
     assert writer.left_out(chat, writer.examples(chat)) == []
 
 
-def test_a_developer_is_a_system_where_the_template_only_mentions_one() -> None:
+def test_a_developer_message_becomes_a_system_message_if_the_template_lacks_it() -> None:
     template = "{# for a developer #}" + CHATML.replace(
         "{% for m in messages %}", "{% for m in messages if m.role in ('system', 'user', 'assistant') %}"
     )

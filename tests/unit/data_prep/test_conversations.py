@@ -23,12 +23,14 @@ from emo.common.errors import UserError
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
 from emo.data_prep.encoding.chat_templates import ChatTemplate, RefusedError, read_template
-from emo.data_prep.encoding.chats import ChatEncoder, ChatWriter, check_template
+from emo.data_prep.encoding.chat_writer import ChatWriter
+from emo.data_prep.encoding.chats import ChatEncoder, check_template
 from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
 from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
 from emo.data_prep.shards.verify import verify
-from emo.data_prep.sniff import guess, sniff
-from emo.data_prep.sources.rows import Rejected, RowSpec, parse
+from emo.data_prep.sniff import guess_columns, sniff
+from emo.data_prep.sources.rows import parse
+from emo.data_prep.sources.spec import Rejected, RowSpec
 from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, SILENT, TOOLS, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,
@@ -108,7 +110,7 @@ USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
         ),
     ],
 )
-def test_all_of_a_row_is_read(row: Any, expected: Conversation) -> None:
+def test_all_parts_of_a_row_are_read(row: Any, expected: Conversation) -> None:
     assert (read(row), read(row, chat=True).unsupervised) == (expected, ())
 
 
@@ -121,7 +123,7 @@ def test_all_of_a_row_is_read(row: Any, expected: Conversation) -> None:
         ({"from": "function_call", "value": "no JSON"}, None),
     ],
 )
-def test_older_forms_of_calls_are_calls(row: dict[str, Any], calls: int | None) -> None:
+def test_older_forms_of_tool_calls_are_supported(row: dict[str, Any], calls: int | None) -> None:
     result = read({"messages": [USER, row, {"from": "observation", "value": "r"}, ANSWER]}, chat=True)
     if calls is None:
         assert result.reason == "wrong_type"
@@ -132,7 +134,7 @@ def test_older_forms_of_calls_are_calls(row: dict[str, Any], calls: int | None) 
     assert json.loads(result.messages)[1].get("tool_calls", []) == [call] * calls
 
 
-def test_a_null_is_not_an_argument() -> None:
+def test_null_arguments_are_removed() -> None:
     call = {"function": {"name": "f", "arguments": {"a": None, "b": [None, {"c": None, "d": 0}]}}}
     tools = [{"name": "f", "description": None, "parameters": {"x": None, "enum": ["a", None]}}]
     row = {"messages": [USER, ANSWER | {"tool_calls": [call]}], "tools": tools}
@@ -155,7 +157,7 @@ def test_a_prompt_and_its_completion_may_be_messages() -> None:
     assert result.unsupervised == read(row).unsupervised == (0,)
 
 
-def test_trees_of_messages_are_named() -> None:
+def test_openassistant_trees_are_recognised_in_the_error() -> None:
     row = {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"}
     assert (
         "OpenAssistant" in read(row).detail
@@ -185,23 +187,27 @@ def test_trees_of_messages_are_named() -> None:
         ({"ask": "a", "output": "b"}, "missing_column"),
     ],
 )
-def test_a_row_that_cannot_be_followed_is_rejected(row: Any, reason: str) -> None:
+def test_a_row_with_unsupported_messages_is_rejected(row: Any, reason: str) -> None:
     result = read(row)
     assert isinstance(result, Rejected) and result.reason == reason
 
 
-def test_what_is_proposed_is_read() -> None:
+def test_proposed_columns_can_be_read() -> None:
     """Never an answer that was rejected; what is named wins over messages that are there as well."""
     for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
-        assert read(row, **guess(row, "instruct")) == talked(("q", "a"))
+        assert read(row, **guess_columns(row, "instruct")) == talked(("q", "a"))
     assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
-    names = guess({"dialog": TALK}, "instruct")
+    names = guess_columns({"dialog": TALK}, "instruct")
     assert spoken(read({"dialog": TALK}, chat=True, **names)) == [("user", "q"), ("assistant", "a")]
-    assert guess({"prompt": "q", "chosen": "a", "rejected": "longer"}, "instruct")["output"] == "chosen"
-    assert guess({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"}, "instruct") == {}
+    assert (
+        guess_columns({"prompt": "q", "chosen": "a", "rejected": "longer"}, "instruct")["output"] == "chosen"
+    )
+    assert (
+        guess_columns({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"}, "instruct") == {}
+    )
 
 
-def test_odd_turns_of_a_chat_are_left_out_and_counted() -> None:
+def test_unpaired_turns_of_a_chat_are_left_out_and_counted() -> None:
     for roles, used, unused in (
         ("system assistant assistant user assistant", "system user assistant", 2),
         ("user assistant user user tool", "user assistant", 3),
@@ -215,7 +221,7 @@ def test_odd_turns_of_a_chat_are_left_out_and_counted() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"masked": True}])
-def test_answers_marked_as_not_learned_carry_no_loss(mark: dict[str, Any], chat: bool) -> None:
+def test_answers_marked_without_loss_are_not_supervised(mark: dict[str, Any], chat: bool) -> None:
     (key,) = mark
     opposite = {key: type(mark[key])(not mark[key])}
     row = read(marked(mark, opposite, {}, mark), chat=chat)
@@ -256,7 +262,7 @@ SYSTEM = Chat(json.dumps([{"role": "system", "content": "be brief"}, *json.loads
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED])
-def test_ids_are_those_of_generation(template: str) -> None:
+def test_prompts_have_the_ids_of_generation(template: str) -> None:
     """An independent account: transformers' apply_chat_template, on the original tokenizer."""
     saved = tokenizer_with(template)
     reference = AutoTokenizer.from_pretrained(saved.parent)
@@ -281,7 +287,7 @@ CONTENT = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3), st.sampled_from([CHATML, MARKED]))
-def test_what_people_say_never_ends_a_turn(turns: list[tuple[str, str]], template: str) -> None:
+def test_special_tokens_in_messages_never_end_a_turn(turns: list[tuple[str, str]], template: str) -> None:
     """Special tokens in messages are text: as many turns begin and end as there are; answers come back."""
     saved = tokenizer_with(template)
     backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
@@ -303,14 +309,14 @@ def test_what_people_say_never_ends_a_turn(turns: list[tuple[str, str]], templat
         (MARKED.replace(SAYS + "{% endg", "{% endg"), PLAIN, "response_not_found"),
     ],
 )
-def test_a_template_that_does_not_allow_it_is_refused(template: str, row: Chat, reason: str) -> None:
+def test_a_template_that_cannot_be_learned_from_is_rejected(template: str, row: Chat, reason: str) -> None:
     chat_template = read_template(tokenizer_with(CHATML), "t")._replace(text=template)
     with pytest.raises(RefusedError) as caught:
         rendered(row, chat_template)
     assert caught.value.reason == reason
 
 
-def test_the_day_changes_nothing() -> None:
+def test_prepared_data_do_not_depend_on_the_current_date() -> None:
     chat_template = read_template(tokenizer_with(DATED), "t")
     assert rendered(PLAIN, chat_template)[0].startswith("01 Jan 2026<|im_start|>")
     assert len(check_template(chat_template)) == 1
@@ -334,7 +340,7 @@ def test_templates_in_a_configuration_are_kept(tmp_path: Path, template: str | l
 
 
 @pytest.mark.parametrize("template", ["chat", "chat_template"])
-def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> None:
+def test_only_supervised_answers_have_spans(tmp_path: Path, template: str) -> None:
     """From the file to labels: of two answers one, and its end. Another template is noticed if it is used."""
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(tokenizer_with(CHATML), tokenizer)
@@ -373,7 +379,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_lines_of_sniff_work_when_they_are_pasted(
+def test_the_recipe_of_sniff_can_be_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Sniff, paste, prepare, inspect: as a newcomer does it."""
@@ -399,7 +405,7 @@ def sniffed(files: Path, tokenizer: Path | None = None) -> tuple[str, str]:
     return sink.getvalue(), recipe
 
 
-def test_sniff_shows_what_is_supervised_and_uses_a_chat_template_where_it_can(tmp_path: Path) -> None:
+def test_sniff_marks_supervised_text_and_prefers_the_chat_template(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"instruction": "ask", "output": "the answer"}])
     for tokenizer, answer in ((None, "the answer"), (tiny_tokenizer(), "the answer</s>")):
         printed, _ = sniffed(tmp_path / "a.jsonl", tokenizer)
@@ -414,7 +420,7 @@ def test_sniff_shows_what_is_supervised_and_uses_a_chat_template_where_it_can(tm
         assert train_set(config).manifest.documents == 40
 
 
-def test_sniff_says_so_where_neither_template_writes_a_row(tmp_path: Path) -> None:
+def test_sniff_reports_rows_that_no_template_can_write(tmp_path: Path) -> None:
     call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", **call}]
     write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
@@ -436,7 +442,7 @@ def test_sniff_knows_messages_without_a_tokenizer_and_tokens(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["instruct", "text"])
-def test_a_limit_below_the_first_row_takes_nothing(tmp_path: Path, kind: str) -> None:
+def test_a_token_limit_below_the_first_row_is_an_error(tmp_path: Path, kind: str) -> None:
     rows = [talk(("user", f"question {i}"), ("assistant", "a" * 40)) for i in range(30)]
     write_jsonl(tmp_path / "a.jsonl", rows if kind == "instruct" else [f"text {i} " * 20 for i in range(30)])
     with refused("limit-takes-nothing"):

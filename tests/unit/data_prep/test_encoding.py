@@ -33,7 +33,7 @@ from emo.data_prep.encoding.tokenizer import (
 from emo.data_prep.encoding.words import TextEncoder, encoder, word_rule
 from emo.data_prep.shards.encode import Encoded, EncodeSettings, RowEncoder
 from emo.data_prep.shards.verify import verify
-from emo.data_prep.sources.inputs import open_text
+from emo.data_prep.sources.files import open_text
 from tests.helpers.corpus import (
     alpaca_rows,
     lasting_directory,
@@ -65,7 +65,7 @@ def naive_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[i
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
-def test_bins_are_those_of_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
+def test_bins_equal_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
     bins = first_fit_decreasing(np.array(lengths, np.int64), capacity)
     assert [b.tolist() for b in bins] == naive_first_fit_decreasing(lengths, capacity)
 
@@ -76,7 +76,9 @@ def test_bins_are_those_of_first_fit_decreasing(lengths: list[int], capacity: in
     st.integers(2, 16),
     st.lists(st.integers(0, 30), max_size=4),
 )
-def test_blocks_are_the_documents_cut(documents: list[list[int]], block: int, splits: list[int]) -> None:
+def test_blocks_are_the_concatenated_documents_cut(
+    documents: list[list[int]], block: int, splits: list[int]
+) -> None:
     """Whatever portions the documents arrive in."""
     packer = BlockPacker(block)
     cuts = sorted({0, len(documents), *(s for s in splits if s < len(documents))})
@@ -135,7 +137,7 @@ def sequences(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(DIALOGUES, st.sampled_from(["alpaca", "chat"]))
-def test_mask_is_where_sentencepiece_says_the_responses_are(dialogue: Conversation, template: str) -> None:
+def test_mask_matches_sentencepiece_offsets_of_responses(dialogue: Conversation, template: str) -> None:
     """By sentencepiece itself. A line break joins with nothing: text behind one is encoded as continuing."""
     original = sentencepiece_of(tiny_tokenizer() / "model")
     expected_ids, expected_mask = [original.bos_id()], [False]
@@ -187,7 +189,7 @@ def as_messages(dialogue: Conversation) -> dict[str, Any]:
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(DIALOGUES, min_size=1, max_size=12, unique_by=lambda d: json.dumps(as_messages(d))))
-def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation]) -> None:
+def test_training_labels_equal_the_masks(dialogues: list[Conversation]) -> None:
     """From messages in a file to shifted labels of packed rows: each example as if it stood alone."""
     dialogues = [d._replace(exchanges=tuple(e._replace(input="") for e in d.exchanges)) for d in dialogues]
     with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +203,7 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
     assert sorted(packed) == sorted(expected)
 
 
-def test_alpaca_text_is_the_published_one() -> None:
+def test_alpaca_text_equals_the_published_prompt() -> None:
     begins = "Below is an instruction that describes a task"
     asks = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
     (turn,) = render(Conversation((Exchange("Add.", "3", "1 and 2"),)), "alpaca")
@@ -290,7 +292,7 @@ def test_conversion_equals_sentencepiece_on_any_text(text: str) -> None:
     assert encoder(tiny_tokenizer()).encode(text).ids == original.encode(text)
 
 
-def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
+def test_gpt2_and_opt_ids_equal_the_published_ids(shared_data: Path) -> None:
     gpt2, opt = (load_tokenizer(shared_data / "tokenizers" / name) for name in ("gpt2", "opt"))
     assert encoder(saved(shared_data / "tokenizers/gpt2")).encode("Hello world").ids == [15496, 995]
     assert (gpt2.bos_token_id, gpt2.eos_token_id, len(gpt2)) == (50256, 50256, 50257)
@@ -299,7 +301,7 @@ def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: Path) -> None:
+def test_all_loaders_read_the_saved_tokenizer_identically(shared_data: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(shared_data / "tokenizers/opt")
     tokenizer.save_pretrained(tmp_path)
     light = AutoTokenizer.from_pretrained(saved(shared_data / "tokenizers/opt"))
@@ -313,7 +315,7 @@ def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: 
     assert tokenizer_facts(tmp_path)[:4] == (*ends, tokenizer_fingerprint(tokenizer))
 
 
-def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
+def test_tokenizer_training_is_deterministic_and_covers_every_byte(tmp_path: Path) -> None:
     for name in ("a", "b"):
         train_sentencepiece(texts(200), 350, tmp_path / name / "tokenizer.model")
     assert (tmp_path / "a/tokenizer.model").read_bytes() == (tmp_path / "b/tokenizer.model").read_bytes()
@@ -322,14 +324,14 @@ def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
     assert tokenizer.decode(encoder(tmp_path / "saved").encode("Ünseen ☃ 123").ids) == "Ünseen ☃ 123"
 
 
-def test_a_vocabulary_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
+def test_an_impossible_vocabulary_size_is_an_error(tmp_path: Path) -> None:
     many = ["".join(map(chr, range(0x4E00, 0x4E60)))]
     for size, lines, code in ((300, many, "vocabulary-too-small"), (5000, ["ab"], "vocabulary-too-large")):
         with refused(code):
             train_sentencepiece(lines, size, tmp_path / "tokenizer.model")
 
 
-def test_a_tokenizer_of_nonsense_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_is_an_error(tmp_path: Path) -> None:
     """A huge id ended the process: the library makes room for all ids below it."""
     whole = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
     model, added = whole["model"], whole["added_tokens"]
@@ -344,7 +346,7 @@ def test_a_tokenizer_of_nonsense_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["model/tokenizer.model", "tokenizer.json"])
-def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str) -> None:
+def test_add_bos_token_false_removes_bos(tmp_path: Path, form: str) -> None:
     """add_bos_token: false, as LLaMA's kind of tokenizer_config.json has it."""
     original = tmp_path / "tokenizer"
     original.mkdir()
@@ -394,7 +396,7 @@ def encoders(kind: str) -> tuple[TextEncoder, Tokenizer, Tokenizer]:
 @given(st.lists(TEXT, max_size=4))
 @example(["", " ", "\n  a", "a\n  b", " a", "▁a ▁ b"])
 @example(["", " ", "\n  a", "a\n  b", "a \x1c b", "!\x1c!", "x\x85 y"])
-def test_words_have_the_ids_of_the_text(kind: str, some_texts: list[str]) -> None:
+def test_the_word_cache_gives_the_ids_of_the_tokenizer(kind: str, some_texts: list[str]) -> None:
     by_words, beginning, continuing = encoders(kind)
     assert by_words.words is not None
     for going_on, whole in ((False, beginning), (True, continuing)):
@@ -402,7 +404,7 @@ def test_words_have_the_ids_of_the_text(kind: str, some_texts: list[str]) -> Non
         assert ids == [each.ids for each in whole.encode_batch(some_texts)]
 
 
-def test_only_what_is_proven_is_cut() -> None:
+def test_only_proven_tokenizers_get_a_word_rule() -> None:
     """Each of these may join what is on the two sides of a cut: they get whole texts."""
     whole: dict[str, Any] = json.loads(encoder(tiny_tokenizer()).to_str())
     model, added = whole["model"], whole["added_tokens"]

@@ -36,8 +36,8 @@ from emo.data_prep.shards.format import (
 from emo.data_prep.shards.reencode import ShardCheck
 from emo.data_prep.shards.scores import Scores
 from emo.data_prep.shards.verify import verify
-from emo.data_prep.sources import inputs
-from emo.data_prep.sources.inputs import read_text
+from emo.data_prep.sources import files as source_files
+from emo.data_prep.sources.files import read_text
 from tests.helpers.chat_templates import CHATML, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,
@@ -70,7 +70,7 @@ def plain_batch(row: dict[str, Any], block: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["text", "instruct"])
-def test_batches_are_what_the_columns_say(tmp_path: Path, kind: str) -> None:
+def test_batches_equal_the_columns(tmp_path: Path, kind: str) -> None:
     """`datasets` maps the same files; plain Python derives the batch from its columns."""
     write_jsonl(tmp_path / "a.jsonl", texts(120) if kind == "text" else alpaca_rows(60))
     options = {"shards": 3} if kind == "text" else {"kind": kind, "sequence_len": 180, "overlong": "split"}
@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", MENDED)
-def test_what_was_damaged_is_noticed_and_mended(config: DataConfig, case: str) -> None:
+def test_damage_is_found_and_repaired(config: DataConfig, case: str) -> None:
     """By verify, by training, and by prepare, which gives the same bytes again."""
     expected = file_bytes(config.dir)
     MENDED[case](config.dir)
@@ -238,7 +238,7 @@ def test_what_was_damaged_is_noticed_and_mended(config: DataConfig, case: str) -
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_mended_is_refused(config: DataConfig, case: str) -> None:
+def test_damage_that_cannot_be_repaired_is_an_error(config: DataConfig, case: str) -> None:
     """Nothing changed, and --force helps where the files are sound."""
     damage, code = REFUSED[case]
     damage(config.dir)
@@ -272,7 +272,7 @@ def test_ranks_share_the_hashing(config: DataConfig, tmp_path: Path, monkeypatch
     assert not list(data.faults(Hashes(memory))) and len(read) == len(data.manifest.shards)
 
 
-def test_a_directory_of_others_is_not_touched(tmp_path: Path) -> None:
+def test_a_foreign_directory_is_not_changed(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts(120))
     other = tmp_path / "prepared/train/weights.bin"
     other.parent.mkdir(parents=True)
@@ -284,7 +284,7 @@ def test_a_directory_of_others_is_not_touched(tmp_path: Path) -> None:
         assert files == {tmp_path / "a.jsonl", other} and other.read_text() == "the only copy"
 
 
-def test_force_loses_nothing_by_a_wrong_recipe_or_under_another_job(config: DataConfig) -> None:
+def test_force_keeps_data_after_a_recipe_error_or_during_another_job(config: DataConfig) -> None:
     """Files are cleared once all that could fail has been done."""
     before = file_bytes(config.dir)
     for wrong in ({"sources": [{"files": "no.jsonl"}]}, {"contamination": "no"}):
@@ -303,7 +303,7 @@ def forge(directory: Path, manifest: Manifest) -> None:
     (directory / "manifest.json").write_text(manifest_text(manifest))
 
 
-def test_verify_counts_domains_again(config: DataConfig) -> None:
+def test_verify_recounts_domains(config: DataConfig) -> None:
     train = config.dir / "train"
     whole = (train / "manifest.json").read_text()
     for change in (
@@ -319,7 +319,7 @@ def test_verify_counts_domains_again(config: DataConfig) -> None:
     assert not verify(config.dir)[1]
 
 
-def test_verify_counts_targets_again(examples: DataConfig) -> None:
+def test_verify_recounts_targets(examples: DataConfig) -> None:
     """Counts that agree with each other but not with the rows are a fault too."""
     train = examples.dir / "train"
     manifest = read_manifest(train)
@@ -338,7 +338,7 @@ def test_verify_counts_targets_again(examples: DataConfig) -> None:
     assert "row 3 supervises" in fault
 
 
-def test_a_shard_that_points_beyond_itself_is_damaged(examples: DataConfig) -> None:
+def test_a_shard_with_invalid_offsets_is_damaged(examples: DataConfig) -> None:
     """Arrow believes the lengths in a file; reading such a row reads other memory, or ends the process."""
     train = examples.dir / "train"
     rows = read_manifest(train).rows.to_bytes(8, "little")
@@ -349,15 +349,15 @@ def test_a_shard_that_points_beyond_itself_is_damaged(examples: DataConfig) -> N
         TokenDataset(train)
 
 
-def test_inspect_colours_exactly_what_is_supervised(examples: DataConfig) -> None:
+def test_inspect_colours_exactly_the_supervised_text(examples: DataConfig) -> None:
     data, tokenizer = train_set(examples), load_tokenizer(examples.dir / "tokenizer")
-    rows = [look.coloured(data, row, tokenizer) for row in range(len(data))]
+    rows = [look.render_row(data, row, tokenizer) for row in range(len(data))]
     learned = "".join(t.plain[s.start : s.end] for t in rows for s in t.spans if s.style == look.SUPERVISED)
     assert sorted(learned.split("</s>")[:-1]) == sorted({row["output"] for row in alpaca_rows(60)})
 
 
-def test_a_small_file_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "TEXT_LIMIT", 10 << 20)
+def test_unpacked_text_has_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_files, "TEXT_LIMIT", 10 << 20)
     (tmp_path / "test.jsonl.zst").write_bytes(zstandard.compress(bytes(64 << 20)))
     with pytest.raises(UserError):
         read_text(tmp_path / "test.jsonl.zst")
@@ -395,7 +395,7 @@ def shifted(self: RowEncoder, part: Any, encode: Any = RowEncoder.encode) -> Any
 
 
 @pytest.mark.parametrize("sort", SORTS)
-def test_what_differs_is_not_sealed(
+def test_a_shard_with_other_ids_is_not_sealed(
     files: Path, tmp_path: Path, sort: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong as it leaves a worker, or as it is packed; what is right is sealed, and verified."""
@@ -435,7 +435,7 @@ def write_scores(data: TokenDataset) -> None:
     assert scores.seal(data, "ref", MODEL)
 
 
-def test_a_score_stands_where_its_label_stands(config: DataConfig) -> None:
+def test_scores_are_aligned_with_labels(config: DataConfig) -> None:
     """Every label of every row gets the number of the very token in its shard."""
     write_scores(data := train_set(config))
     written = Scores(data, "ref")
@@ -448,7 +448,7 @@ def test_a_score_stands_where_its_label_stands(config: DataConfig) -> None:
             offset += n
 
 
-def test_scores_that_are_damaged_or_of_others_are_refused(config: DataConfig, tmp_path: Path) -> None:
+def test_damaged_or_foreign_scores_are_errors(config: DataConfig, tmp_path: Path) -> None:
     data = train_set(config)
     path = scores.shard_file(data, "ref", 1)
 
@@ -479,7 +479,7 @@ def test_scores_that_are_damaged_or_of_others_are_refused(config: DataConfig, tm
     unreadable()
 
 
-def test_many_sources_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_sums_many_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from emo.data_prep.cli import main
 
     for i, text in enumerate(texts(45)):

@@ -20,11 +20,12 @@ import pytest
 
 from emo.common.io.files import DiskFullError
 from emo.common.io.lease import Lease
+from emo.data_prep.checks import planned_inputs
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig, load_data_config
-from emo.data_prep.prepare import Preparation, planned_inputs, prepare
-from emo.data_prep.selection import near, plan, scan
-from emo.data_prep.selection.scan import Scan, Unit, divide
+from emo.data_prep.prepare import Preparation, prepare
+from emo.data_prep.selection import near, plan, scan, select
+from emo.data_prep.selection.scan import Scan, Unit, divide_into_units
 from emo.data_prep.shards.format import TokenDataset
 from emo.data_prep.shards.verify import verify
 from tests.conftest import REPO
@@ -55,8 +56,8 @@ def world(root: Path, rows: list[Any], **data: Any) -> DataConfig:
 def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
     """Make units, stretches and batches so small that little data takes many of each."""
     for module, name, value in (
-        *((plan, "GROUP", 7), (scan, "GROUP", 7), (near, "BATCH", 4)),
-        *((scan, "UNIT", size), (scan, "POLL", 0.01)),
+        *((plan, "GROUP_ROWS", 7), (select, "GROUP_ROWS", 7), (scan, "GROUP_ROWS", 7), (near, "BATCH", 4)),
+        *((scan, "UNIT_BYTES", size), (scan, "POLL", 0.01)),
     ):
         monkeypatch.setattr(module, name, value)
 
@@ -64,7 +65,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
 def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
     """The numbers of units as they are scanned; the process is interrupted after the last that may be."""
     numbers: list[int] = []
-    make = Scan.make
+    make = Scan.make_part
 
     def noted(self: Scan, unit: Unit, *others: Any) -> None:
         if len(numbers) == most:
@@ -72,7 +73,7 @@ def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
         numbers.append(unit.number)
         make(self, unit, *others)
 
-    monkeypatch.setattr(Scan, "make", noted)
+    monkeypatch.setattr(Scan, "make_part", noted)
     return numbers
 
 
@@ -109,7 +110,7 @@ def test_bytes_do_not_depend_on_workers_jobs_or_units(
     assert all(file_bytes(tmp_path / name) == expected for name in ("workers", "jobs", "units"))
 
 
-def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_parts_of_a_scan_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that ended goes on where it was; a part that is damaged or of a changed source is made again."""
     small_units(monkeypatch)
     rows = texts(160, sentences=8)
@@ -123,7 +124,7 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     part.write_bytes(part.read_bytes()[:-1])
     first = tmp_path / "a.jsonl"
     first.write_bytes(first.read_bytes())  # the same text, but nobody can know
-    changed = [u.number for u in divide(planned_inputs(config)) if u.stretches[0].input == 0]
+    changed = [u.number for u in divide_into_units(planned_inputs(config)) if u.stretches[0].input == 0]
     again = noted_units(monkeypatch)
     run(config)
     assert set(again) == {2, *changed} | set(range(7, max(again) + 1)) and len(again) == len(set(again))
@@ -213,7 +214,9 @@ def resize(disk: Path, kilobytes: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(disk)], check=True)
 
 
-def test_full_disk(undisturbed: tuple[Path, dict[str, bytes], float], disk: Path) -> None:
+def test_a_full_disk_leaves_no_partial_data(
+    undisturbed: tuple[Path, dict[str, bytes], float], disk: Path
+) -> None:
     """At every step the disk may be full: one line says so, nothing half stays, and then it goes on."""
     root, expected, _ = undisturbed
     config = load_data_config(recipe_of(root, disk / "out"), [])
@@ -235,7 +238,7 @@ def test_full_disk(undisturbed: tuple[Path, dict[str, bytes], float], disk: Path
     assert file_bytes(config.dir) == expected
 
 
-def test_slurm_array(tmp_path: Path) -> None:
+def test_jobs_of_a_slurm_array_share_the_work(tmp_path: Path) -> None:
     """An array that starts at 1, as some sites like it."""
     write_jsonl(tmp_path / "a.jsonl", texts(300))
     recipe = recipe_of(tmp_path, tmp_path / "out")

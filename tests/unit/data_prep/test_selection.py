@@ -25,7 +25,7 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.selection import near
 from emo.data_prep.selection.contamination import SHARED, Finder, collect, digest
 from emo.data_prep.selection.near import band_shape, signatures
-from emo.data_prep.selection.plan import load_rows, select_rows
+from emo.data_prep.selection.select import load_rows, select_rows
 from emo.data_prep.shards.format import Manifest, open_prepared
 from emo.data_prep.shards.verify import verify
 from emo.data_prep.sources.world import TASKS, corpus, read_rows, task_rows
@@ -53,7 +53,7 @@ ROWS = st.lists(
 )
 
 
-def test_where_no_row_can_be_trained_on_the_first_is_shown(tmp_path: Path) -> None:
+def test_the_error_for_no_training_rows_names_the_first_problem(tmp_path: Path) -> None:
     row = {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}
     write_jsonl(tmp_path / "a.jsonl", [row] * 3)
     with refused("no-training-rows") as told:
@@ -71,7 +71,7 @@ def test_where_no_row_can_be_trained_on_the_first_is_shown(tmp_path: Path) -> No
     dedup=st.sampled_from(["none", "exact", "near"]),
     signed=st.integers(1, 2),
 )
-def test_rows_are_selected_as_if_all_were_in_memory(
+def test_selection_equals_a_sort_in_memory(
     drawn: list[tuple[int, ...]], weights: list[int], splits: list[int], dedup: str, signed: int
 ) -> None:
     """Against the definition, row by row, whatever the sizes of parts."""
@@ -97,7 +97,7 @@ def test_rows_are_selected_as_if_all_were_in_memory(
 # --- splits and weights -----------------------------------------------------------------------------------
 
 
-def test_the_split_goes_by_content(tmp_path: Path) -> None:
+def test_the_validation_split_depends_on_content(tmp_path: Path) -> None:
     """The place of a row, and what else there is, does not move it between the splits."""
     rows = texts(1000, sentences=1)
     sides = []
@@ -110,7 +110,7 @@ def test_the_split_goes_by_content(tmp_path: Path) -> None:
     assert sides[0] != sides[2]
 
 
-def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
+def test_a_weight_does_not_drop_rows_of_another_source(tmp_path: Path) -> None:
     """Rows in A (weight 0.1) and in B (weight 1) are all used."""
     first, second = texts(300, seed=1), texts(300, seed=2)
     write_jsonl(tmp_path / "a.jsonl", first + second[:150])
@@ -123,7 +123,7 @@ def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
     assert rejected(config)["weight"] >= few.count(0)
 
 
-def test_copies_are_spread(tmp_path: Path) -> None:
+def test_copies_are_spread_over_the_shard(tmp_path: Path) -> None:
     """Far from each other, and rows without copies keep their order."""
     first, second = texts(300, seed=1), texts(40, seed=2)
     write_jsonl(tmp_path / "a.jsonl", first)
@@ -195,7 +195,7 @@ def test_no_row_holds_two_domains_and_limits_stay_exact(
         assert data.manifest.tokens == limit // 32 * 32
 
 
-def test_sets_are_read_by_name_in_the_order_of_the_recipe(tmp_path: Path) -> None:
+def test_validation_sets_keep_the_order_of_the_recipe(tmp_path: Path) -> None:
     for seed, name in enumerate("abcd"):
         write_jsonl(tmp_path / f"{name}.jsonl", texts(50 + 10 * seed, seed))
     law, sources = {"files": "c.jsonl", "domain": "law"}, [{"files": "a.jsonl"}, {"files": "b.jsonl"}]
@@ -220,7 +220,7 @@ FORMAT_2 = {
 
 
 @pytest.mark.parametrize(("kind", "limit"), FORMAT_2)
-def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: str, limit: int | None) -> None:
+def test_data_without_domains_have_the_rows_of_format_2(tmp_path: Path, kind: str, limit: int | None) -> None:
     """By a tokenizer whose ids depend on no library's training: the words of the texts."""
     words = sorted({word.strip(".") for text in texts(300) for word in text.split()})
     tokenizer = word_tokenizer(tmp_path / "words", ["?", ".", *words])
@@ -246,7 +246,7 @@ def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: st
 # --- near duplicates and contamination --------------------------------------------------------------------
 
 
-def test_bands_are_those_that_datasketch_takes() -> None:
+def test_bands_equal_those_of_datasketch() -> None:
     assert [band_shape(threshold) for threshold in (0.3, 0.7, 0.95)] == [(37, 3), (14, 9), (3, 42)]
 
 
@@ -273,7 +273,7 @@ def similarity(a: str, b: str) -> float:
 
 
 @pytest.mark.parametrize("script", TEXTS)
-def test_texts_that_read_alike_are_alike_in_any_script(script: str) -> None:
+def test_grams_ignore_case_and_spaces_in_any_script(script: str) -> None:
     text = TEXTS[script]
     assert {similarity(text, other) for other in alike(script).values()} == {1}
     changed = text[: len(text) // 2] + text[len(text) // 2 + 1 :]  # a letter is missing
@@ -283,7 +283,7 @@ def test_texts_that_read_alike_are_alike_in_any_script(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", TEXTS)
-def test_contamination_is_noticed_in_any_script(tmp_path: Path, script: str) -> None:
+def test_contamination_is_found_in_any_script(tmp_path: Path, script: str) -> None:
     write_jsonl(tmp_path / "nlu/own/test.jsonl", TEXTS.values())
     grams = collect(tmp_path / "nlu", 8)
     finder, number = Finder(grams), list(TEXTS).index(script)
@@ -301,7 +301,7 @@ def passage(rng: random.Random, words: int = 150) -> str:
 
 
 @pytest.mark.parametrize("form", ["input", "before"])
-def test_near_duplicates_among_instructions_go_and_questions_on_a_passage_stay(
+def test_near_duplicate_instructions_are_dropped_and_questions_on_a_passage_are_kept(
     tmp_path: Path, form: str
 ) -> None:
     """Whatever their system messages, and whether answers are long or but a word."""
@@ -331,7 +331,7 @@ def test_near_duplicates_among_instructions_go_and_questions_on_a_passage_stay(
     assert rejected(config) == {"near_duplicate": 2}
 
 
-def test_report_names_the_rows_that_stand_in_the_text(tmp_path: Path) -> None:
+def test_the_report_names_the_test_rows_in_the_text(tmp_path: Path) -> None:
     """With three jobs; the shards are those without a report."""
     rng = random.Random(8)
     long = [*(sentence(rng, 12, 16) for _ in range(20)), "Too short."]
@@ -362,7 +362,7 @@ def test_report_names_the_rows_that_stand_in_the_text(tmp_path: Path) -> None:
     assert report["tasks"]["sst2"]["examples"] == [long[0], long[3]]
 
 
-def test_no_test_row_of_the_made_up_world_stands_in_a_document_or_a_demonstration() -> None:
+def test_the_embedded_world_has_no_contamination() -> None:
     corpora = map(corpus, ("world", "world-home", "world-abroad"))
     documents = "\n".join(row["text"] for path in corpora for row in read_rows(path))
     for task in TASKS:

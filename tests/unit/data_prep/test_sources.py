@@ -28,9 +28,12 @@ from hypothesis import strategies as st
 
 from emo.common.errors import FailureError, UserError
 from emo.data_prep.config import DataConfig, Source
-from emo.data_prep.sources import inputs
-from emo.data_prep.sources.inputs import TextInput, open_inputs
-from emo.data_prep.sources.rows import Rejected, RowSpec, parse, raw_rows
+from emo.data_prep.sources import reader
+from emo.data_prep.sources.inputs import READERS, open_inputs
+from emo.data_prep.sources.reader import TableReader
+from emo.data_prep.sources.rows import parse, raw_rows
+from emo.data_prep.sources.spec import Rejected, RowSpec
+from emo.data_prep.sources.text import TextReader
 from tests.helpers.corpus import (
     data_config,
     file_bytes,
@@ -127,13 +130,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", [*BROKEN, *SETTINGS])
-def test_what_cannot_be_prepared_gives_one_line(tmp_path: Path, case: str) -> None:
+def test_a_source_error_is_one_line(tmp_path: Path, case: str) -> None:
     name, content = BROKEN.get(case, ("a.jsonl", lines(*GOOD)))
     (tmp_path / name).write_bytes(content)
     fails(tmp_path, **SETTINGS.get(case, {}))
 
 
-def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
+def test_an_error_has_the_number_of_the_broken_line(tmp_path: Path) -> None:
     """Also behind many pieces of a packed file."""
     rows = [{"text": f"{i} " + "word " * 40} for i in range(5000)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" + lines(*rows, b"{broken")))
@@ -165,7 +168,7 @@ READ: dict[str, tuple[str, bytes, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_good_rows_are_read_and_useless_ones_counted(tmp_path: Path, case: str) -> None:
+def test_good_rows_are_read_and_rejected_rows_counted(tmp_path: Path, case: str) -> None:
     name, content, counts = READ[case]
     (tmp_path / name).write_bytes(content)
     rows = read(tmp_path)
@@ -182,15 +185,15 @@ def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.parquet"])
-def test_a_file_that_changes_as_it_is_read_is_refused(
+def test_a_file_that_changes_during_reading_is_an_error(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest vouches for the bytes that were read, and for no others."""
     path = put(tmp_path / name, texts(60))
-    real = inputs.file_identity
+    real = reader.identify_file
     config = data_config(tmp_path, sources=[{"files": name}])
     with monkeypatch.context() as patch, refused("source-changed"):
-        patch.setattr(inputs, "file_identity", lambda file: (real(file), put(path, texts(70)))[0])
+        patch.setattr(reader, "identify_file", lambda file: (real(file), put(path, texts(70)))[0])
         run(config)
     assert not (config.dir / "train").exists()
     run(config)
@@ -207,7 +210,7 @@ def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
     assert {pattern: read(tmp_path, pattern) for pattern in matches} == matches
 
 
-def test_alternatives_in_braces_are_patterns(tmp_path: Path) -> None:
+def test_braces_are_expanded(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt", "c/d.txt", "{x,y}.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n", encoding="utf-8")
@@ -225,14 +228,14 @@ TWICE = {
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_a_key_that_comes_twice_is_not_passed_over(tmp_path: Path, name: str) -> None:
+def test_a_repeated_json_key_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(TWICE[name])
-    assert "'text' comes twice" in fails(tmp_path)
+    assert "'text' is repeated" in fails(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.json"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
-def test_utf_16_is_called_so(tmp_path: Path, name: str, encoding: str) -> None:
+def test_utf_16_is_recognised(tmp_path: Path, name: str, encoding: str) -> None:
     text = {"a.txt": "one\ntwo\n", "a.csv": "text,n\none,1\n"}.get(
         name, '[{"text": "one"},\n{"text": "two"}]\n'
     )
@@ -243,7 +246,7 @@ def test_utf_16_is_called_so(tmp_path: Path, name: str, encoding: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["lines", "document"])
-def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: str) -> None:
+def test_only_a_byte_order_mark_at_the_beginning_is_removed(tmp_path: Path, form: str) -> None:
     mark = "\ufeff"
     marked = [f"{mark}{i} {text}" for i, text in enumerate(texts(3000))]
     (tmp_path / "a.txt").write_text("\n\n".join(marked) + "\n", encoding="utf-8")
@@ -253,7 +256,7 @@ def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: s
     run(data_config(tmp_path, sources=[{"files": "a.txt", "format": form}], shards=1))
 
 
-def test_every_form_of_file_gives_the_same_rows(tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
     texts_read = texts(3000)
     rows = [{"text": text} for text in texts_read]
     jsonl = lines(*rows)
@@ -285,14 +288,14 @@ LINES = st.sampled_from(["", "", " ", "one", "two words", " = Title = ", "\r", "
 @given(st.lists(LINES, min_size=1, max_size=60), FORMS, st.sets(st.integers(1, 300), max_size=6))
 @example(["", "", " ", "", "one"], "paragraphs", {1, 2})  # two cuts among the lines between two rows
 @example(["", "", "", " = Title = ", "", " = Title = ", "", ""], "wikitext", {1})  # a title alone
-def test_stretches_of_a_file_have_its_rows(lines: list[str], form: str, cuts: set[int]) -> None:
+def test_ranges_of_a_file_have_its_rows(lines: list[str], form: str, cuts: set[int]) -> None:
     """Wherever a file is cut into stretches, each row is in one of them, and whole."""
     spec = RowSpec("text", form, False, None, "none", 1000)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "a.txt"
         path.write_text("\n".join(lines), encoding="utf-8")
         size = path.stat().st_size
-        opened = TextInput(Source(files="a.txt"), "a.txt", spec, size, path)
+        opened = TextReader(Source(files="a.txt"), "a.txt", spec, size, path)
         whole = [row for piece in opened.pieces() for row in raw_rows(piece.payload or b"", spec)]
         bounds = sorted(cut for cut in cuts if cut <= size)
         rows = []
@@ -331,14 +334,14 @@ def test_wikitext_documents_begin_at_level_one_headings(tmp_path: Path) -> None:
         assert "".join("".join(documents).split()) == "".join("".join(lines).split())
 
 
-def test_quirks_of_data_sets_are_undone(tmp_path: Path) -> None:
+def test_known_escapes_of_data_sets_are_undone(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["one <newline> <newline>two<newline>three"])
     write_jsonl(tmp_path / "b.jsonl", ["Wall St.\\band #39;s"])
     assert read(tmp_path, "a.jsonl", clean="writingprompts") == ["one\n\ntwo\nthree"]
     assert read(tmp_path, "b.jsonl", clean="ag_news") == ["Wall St. band's"]
 
 
-def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
+def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
     rows = [[1, 5, 6, 7], [1, 9, 1, 8], [1, 4, 4, 4]]
     write_jsonl(tmp_path / "t.jsonl", [{"ids": ids, "text": "not read"} for ids in rows])
     tokens = {"files": "t.jsonl", "format": "tokens"}
@@ -402,7 +405,7 @@ def prepared_from(root: Path, name: str, files: str) -> DataConfig:
     return prepared(root, dir=str(root / name), shards=12, sources=[{"files": files}])
 
 
-def test_shards_of_an_address_are_those_of_the_files(tmp_path: Path, web: str) -> None:
+def test_an_address_gives_the_same_shards_as_local_files(tmp_path: Path, web: str) -> None:
     """From a server that cannot begin in the middle, from memory by patterns, and by file://."""
     for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv"):
         put(tmp_path / "web" / name, texts(400, seed=5))
@@ -423,7 +426,7 @@ def test_shards_of_an_address_are_those_of_the_files(tmp_path: Path, web: str) -
         assert "://" in source["name"] and len(source["sha256"]) == 64
 
 
-def test_a_file_that_changes_at_an_address_is_noticed(tmp_path: Path) -> None:
+def test_a_changed_file_at_an_address_is_an_error(tmp_path: Path) -> None:
     """By its size before a job, and by its content whatever its size."""
     text = "\n".join(texts(200))
     MEMORY.pipe("/c/a.txt", text.encode())
@@ -446,7 +449,7 @@ def test_a_file_that_changes_at_an_address_is_noticed(tmp_path: Path) -> None:
         *("memory://nowhere/*.jsonl", "memory://d", "WEB/private/a.jsonl", "WEB/a.parquet"),
     ],
 )
-def test_what_cannot_be_reached_gives_one_line(
+def test_an_unreachable_address_is_a_one_line_error(
     tmp_path: Path, web: str, files: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as where they are not installed
@@ -455,7 +458,7 @@ def test_what_cannot_be_reached_gives_one_line(
     assert "secret" not in fails(tmp_path, sources=[{"files": files.replace("WEB", web)}])
 
 
-def test_a_server_that_fails_may_be_asked_again(tmp_path: Path, web: str) -> None:
+def test_a_server_error_can_be_retried(tmp_path: Path, web: str) -> None:
     """A failure, which leaves nothing that is believed, not a mistake of the user's."""
     put(tmp_path / "web/a.jsonl.gz", texts(400))
     config = data_config(tmp_path, sources=[{"files": f"{web}/a.jsonl.gz"}])
@@ -467,7 +470,32 @@ def test_a_server_that_fails_may_be_asked_again(tmp_path: Path, web: str) -> Non
     assert train_set(config).manifest.documents == 400
 
 
-def test_a_group_is_on_one_side_of_the_split(tmp_path: Path) -> None:
+class FeatherReader(TableReader):
+    """Reads an Arrow IPC file: the example of a new format in CONTRIBUTING.md."""
+
+    def rows(self, start: int) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb") as file, pa.ipc.open_file(file) as table:
+            for number in range(table.num_record_batches):
+                batch = table.get_batch(number)
+                yield from batch.slice(start).to_pylist()
+                start = max(0, start - batch.num_rows)
+
+
+def test_a_new_format_is_one_reader_and_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(READERS, ".feather", FeatherReader)
+    table = pa.table({"text": texts(2000, seed=5)})
+    with pa.ipc.new_file(tmp_path / "a.feather", table.schema) as sink:
+        sink.write_table(table, max_chunksize=300)
+    write_jsonl(tmp_path / "a.jsonl", texts(2000, seed=5))
+    configs = [prepared_from(tmp_path, name, f"a.{name}") for name in ("feather", "jsonl")]
+    new, known = map(train_set, configs)
+    assert new.fingerprint == known.fingerprint and new.manifest.documents == 2000
+    (configs[0].dir / "train/shard-00007-of-00012.arrow").unlink()
+    run(configs[0])  # reading begins in the middle
+    assert train_set(configs[0]).fingerprint == known.fingerprint
+
+
+def test_a_validation_group_is_not_split(tmp_path: Path) -> None:
     rows = [{"text": f"{text} {i}", "question": i // 5} for i, text in enumerate(texts(400))]
     write_jsonl(tmp_path / "a.jsonl", rows)
     grouped: dict[str, Any] = {"validation_fraction": 0.3, "sequence_len": 8}

@@ -1,0 +1,277 @@
+"""Instruction rows -> conversations and chats. Rows have Alpaca's columns or the messages of a chat."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any, NamedTuple
+
+from ..encoding.templates import Chat, Conversation, Exchange
+from .spec import RowError, RowSpec, chat_column, clean_text, first_present, missing_column, wrong_type
+
+ROLES = {
+    "system": ("system",),
+    "developer": ("developer",),  # OpenAI's newer models name the system role like this
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", "function_call"),
+    "tool": ("tool", "function", "observation"),
+}
+ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+PREFACES = ("system", "developer")
+# Keys of a message that turn its loss on or off, and their value for a message with loss: OpenAI's weight,
+# axolotl's train and training, ms-swift's loss, torchtune's masked.
+LOSS_KEYS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
+# Keys that may set the loss in ways that are not supported: for parts of a message, or with other meanings.
+UNSUPPORTED_LOSS_KEYS = (
+    *("mask", "loss_mask", "loss_weight", "loss_scale", "train_detail", "training_detail"),
+)
+
+
+class Message(NamedTuple):
+    """A message of a chat."""
+
+    role: str  # one of ROLES, or the unknown role in the row
+    content: str | None
+    extra: dict[str, Any]  # keys that only a chat_template reads: tool_calls, name, reasoning_content ...
+    supervised: bool = True  # False: marked as having no loss
+
+
+def parse_instruction(row: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
+    """Return an instruction row as a conversation, or as a chat for a chat template. Raises RowError."""
+    messages = _read_messages(row, spec)
+    if messages is None:
+        return _parse_alpaca(row, spec)
+    role, system = _pop_preface(messages, row, spec)
+    if spec.chat:
+        return _to_chat([Message(role, system, {}), *messages] if system else messages, row, spec)
+    return _to_conversation(messages, system)
+
+
+def _read_messages(row: dict[str, Any], spec: RowSpec) -> list[Message] | None:
+    """Return the messages of a row, or None for a row in Alpaca's columns."""
+    column = chat_column(row, spec)
+    if column is None and (pair := _prompt_and_completion(row, spec)) is not None:
+        prompt, completion = (
+            [_parse_message(item, f"{name}[{i}]", spec) for i, item in enumerate(row[name])] for name in pair
+        )
+        # The assistant's messages in the prompt are context.
+        context = [message._replace(supervised=message.role != "assistant") for message in prompt]
+        return [*context, *completion]
+    if column is None and spec.format != "messages":
+        return None
+    if column is None or column not in row:
+        raise missing_column(row, spec.names("messages") if column is None else (column,), spec)
+    if not isinstance(row[column], list):
+        raise wrong_type(column, row[column], "a list of messages")
+    return [_parse_message(item, f"{column}[{i}]", spec) for i, item in enumerate(row[column])]
+
+
+def _prompt_and_completion(row: dict[str, Any], spec: RowSpec) -> tuple[str, str] | None:
+    """Return the columns of a prompt and its completion if both are lists of messages, as in TRL."""
+    prompt, completion = spec.find(row, "instruction"), spec.find(row, "output")
+    if prompt is None or completion is None:
+        return None
+    both_lists = isinstance(row[prompt], list) and isinstance(row[completion], list)
+    return (prompt, completion) if both_lists else None
+
+
+def _pop_preface(messages: list[Message], row: dict[str, Any], spec: RowSpec) -> tuple[str, str]:
+    """Remove the system message from the messages. Return its role, and its text with the system column."""
+    name, role = spec.find(row, "system"), "system"
+    preface = row[name] or "" if name is not None else ""
+    if not isinstance(preface, str):
+        raise wrong_type(str(name), preface)
+    system = clean_text(preface, spec.clean)
+    if messages and messages[0].role in PREFACES:
+        role = messages[0].role
+        system = "\n\n".join(filter(None, (system, messages.pop(0).content)))
+    return role, system
+
+
+def _to_conversation(messages: list[Message], system: str) -> Conversation:
+    """Return messages as exchanges of a prompt and a response.
+
+    The assistant's messages before the first prompt and the user's last message have no counterpart. They are
+    left out and counted.
+    """
+    start = next((i for i, message in enumerate(messages) if message.role != "assistant"), len(messages))
+    end = len(messages) - (len(messages) > start and messages[-1].role == "user")
+    used = messages[start:end]
+    if not used or [message.role for message in used] != ["user", "assistant"] * (len(used) // 2):
+        raise _bad_roles(messages)
+    pairs = zip(used[::2], used[1::2], strict=True)
+    exchanges = tuple(Exchange(prompt.content or "", reply.content or "") for prompt, reply in pairs)
+    return Conversation(exchanges, system, len(messages) - len(used), _unsupervised_answers(used))
+
+
+def _parse_alpaca(row: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
+    """Return a row in Alpaca's columns. Raises RowError."""
+    names = [spec.find(row, part) for part in ("instruction", "output", "input", "system")]
+    if None in names[:2]:
+        raise missing_column(row, spec.names("output" if names[0] else "instruction"), spec)
+    values = []
+    for i, name in enumerate(names):
+        value = "" if name is None or (row[name] is None and i > 1) else row[name]
+        if not isinstance(value, str):
+            raise wrong_type(str(name), value)
+        values.append(clean_text(value, spec.clean))
+    exchanges = []
+    history = row.get(spec.names("history")[0]) or []
+    for pair in history if isinstance(history, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise wrong_type("history", pair, "a list of pairs, of a prompt and a response")
+        exchanges.append(Exchange(*(clean_text(text, spec.clean) for text in pair)))
+    exchanges.append(Exchange(*values[:3]))
+    if not spec.chat:
+        return Conversation(tuple(exchanges), values[3])
+    messages = [Message("system", values[3], {})] if values[3] else []
+    for exchange in exchanges:
+        prompt = f"{exchange.prompt}\n\n{exchange.input}" if exchange.input else exchange.prompt
+        messages += [Message("user", prompt, {}), Message("assistant", exchange.response, {})]
+    return _to_chat(messages, row, spec)
+
+
+# --- one message ------------------------------------------------------------------------------------------
+
+
+def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
+    """Return a message. `where` is its position in the row, for errors."""
+    if not isinstance(message, dict):
+        raise wrong_type(where, message, "an object")
+    roles, contents = spec.names("role"), spec.names("content")
+    role, content = (message.get(first_present(message, names) or "") for names in (roles, contents))
+    keys = (*roles, *contents, *LOSS_KEYS)
+    extra = {k: v for k, v in message.items() if k not in keys and v is not None} if spec.chat else {}
+    call = extra.pop("function_call", None)  # OpenAI's older form, and ShareGPT's as a role
+    if role == "function_call" and spec.chat:
+        call, content = _parse_json(content), None
+    if call is not None:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+            raise wrong_type(f"{where} (function_call)", call, "an object with name and arguments")
+        extra["tool_calls"] = [{"type": "function", "function": call}]
+    elif not spec.chat and content is None and (message.get("function_call") or message.get("tool_calls")):
+        raise RowError("wrong_type", f"{where} is a tool call, which only a chat template writes")
+    if role is None or (content is None and not extra.get("tool_calls")):
+        null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)
+        if null is None:
+            raise missing_column(message, (f"{roles[0]} and {contents[0]}",), spec)
+        raise wrong_type(null, None)
+    if isinstance(content, list):
+        content = _join_parts(content, where, contents[0])
+    if not isinstance(content, str | None):
+        raise wrong_type(f"{where}.{contents[0]}", content)
+    role = ROLE_OF.get(str(role), str(role))
+    supervised = _is_supervised(message, role, where)
+    return Message(role, None if content is None else clean_text(content, spec.clean), extra, supervised)
+
+
+def _join_parts(content: list[Any], where: str, name: str) -> str:
+    """Return the text of a content that is a list of parts."""
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    texts = [part.get("text") if part.get("type", "text") == "text" else None for part in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise wrong_type(f"{where}.{name}", content, "text, or a list of its parts")
+    if any(part.get(key) is not None for part in parts for key in (*LOSS_KEYS, *UNSUPPORTED_LOSS_KEYS)):
+        raise RowError("wrong_type", f"{where}: a part sets the loss. Set it for the complete message")
+    return "".join(map(str, texts))
+
+
+def _is_supervised(message: dict[str, Any], role: str, where: str) -> bool:
+    """Return whether a message carries loss by its LOSS_KEYS."""
+    supervised = True
+    for key in (*LOSS_KEYS, *UNSUPPORTED_LOSS_KEYS):
+        value = message.get(key)
+        if value is None:
+            continue
+        if key in UNSUPPORTED_LOSS_KEYS or not isinstance(value, int | float) or value not in (0, 1):
+            raise RowError(
+                "wrong_type",
+                f"{where}.{key} may set the loss in a way that is not supported. Remove it, or use "
+                f"{', '.join(LOSS_KEYS)} with 0, 1, true or false",
+            )
+        has_loss = value == LOSS_KEYS[key]
+        if has_loss and role != "assistant" and key != "weight":  # weight is only read for the assistant
+            raise RowError("wrong_type", f"{where}.{key} sets a loss on a message of the {role}. Remove it")
+        supervised &= has_loss
+    return supervised
+
+
+def _unsupervised_answers(messages: list[Message]) -> tuple[int, ...]:
+    """Return which of the assistant's messages carry no loss, counted among the assistant's messages."""
+    answers = [message for message in messages if message.role == "assistant"]
+    return tuple(i for i, answer in enumerate(answers) if not answer.supervised)
+
+
+def _bad_roles(messages: list[Message]) -> RowError:
+    return RowError("bad_roles", " ".join(message.role for message in messages) or "no messages")
+
+
+# --- chats for a chat template ----------------------------------------------------------------------------
+
+
+def _to_chat(messages: list[Message], row: dict[str, Any], spec: RowSpec) -> Chat:
+    """Return messages for a chat_template, which itself decides which order of roles it allows.
+
+    The assistant's messages before all others, and all messages after its last one, are left out and counted.
+    """
+    front = next((i for i, message in enumerate(messages) if message.role not in PREFACES), len(messages))
+    begin = next((i for i in range(front, len(messages)) if messages[i].role != "assistant"), len(messages))
+    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    if last <= begin or any(message.role not in ROLES for message in messages):
+        raise _bad_roles(messages)
+    tools = _read_tools(row, spec)
+    used = [*messages[:front], *messages[begin : last + 1]]
+    trees = [_message_tree(message) for message in used]
+    return Chat(to_json(trees), tools, len(messages) - len(used), _unsupervised_answers(used))
+
+
+def _read_tools(row: dict[str, Any], spec: RowSpec) -> str:
+    """Return the schemas of a row's tools as JSON, or ''. The column holds a list, or the list as JSON."""
+    name = spec.find(row, "tools")
+    tools = None if name is None else _parse_json(row[name]) or None
+    if name is None or tools is None:
+        return ""
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise wrong_type(name, tools, "a list of tools")
+    return to_json(tools if isinstance(row[name], str) else without_nulls(tools))
+
+
+def _message_tree(message: Message) -> dict[str, Any]:
+    """Return a message as a template gets it: the arguments of tool calls are objects, not JSON text."""
+    content = {} if message.content is None else {"content": message.content}
+    tree = {"role": message.role, **content, **message.extra}
+    calls = without_nulls(json.loads(to_json(message.extra.get("tool_calls"))))  # a copy
+    if calls:
+        tree["tool_calls"] = calls
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            function["arguments"] = _parse_json(function["arguments"])
+        if isinstance(call, dict) and function is not call:
+            call.setdefault("type", "function")
+    return tree
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys of objects that are null.
+
+    A table has one type for all rows, so a key of one row is null in the others. A null in the row itself
+    cannot be distinguished from these. It is removed too, also from JSON lines, so that both give the same
+    tokens.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _parse_json(value: Any) -> Any:
+    """Return the value of JSON text, or any other value unchanged."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def to_json(value: Any) -> str:
+    """Return a value as the JSON text that rows are stored and compared by."""
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,55 @@
+"""Reader of data sets of the `datasets` library: from the hub, or saved with `save_to_disk`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from emo.common.errors import UserError, one_line
+
+from .files import identify_file
+from .reader import TableReader
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote a directory."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+class DatasetReader(TableReader):
+    """Reads a hub data set or, if it has a path, a data set that was saved there."""
+
+    def rows(self, start: int) -> Iterator[Any]:
+        return iter(self._dataset.skip(start))
+
+    def can_skip(self, end: int, start: int) -> bool:
+        return start != end  # `skip` takes no time
+
+    def pinned(self) -> dict[str, Any]:
+        if self.path is None:
+            return {"revision": self.source.revision or "not pinned"}
+        digests = [identify_file(Path(file["filename"])).sha256 for file in self._dataset.cache_files]
+        return {"sha256": hashlib.sha256("".join(digests).encode()).hexdigest()}
+
+    @cached_property
+    def _dataset(self) -> Any:
+        import datasets
+
+        source = self.source
+        datasets.disable_progress_bars()
+        try:
+            if self.path is None:
+                return datasets.load_dataset(
+                    source.hub, source.config, split=source.split, revision=source.revision
+                )
+            dataset = datasets.load_from_disk(str(self.path))
+            return dataset[source.split] if isinstance(dataset, datasets.DatasetDict) else dataset
+        except Exception as error:  # offline, unknown, gated, damaged, no such split: many classes
+            kind = "hub data set" if self.path is None else "saved data set"
+            raise UserError(
+                f"{kind} {self.name} cannot be loaded ({one_line(error, 240)}). Check the name, config and "
+                "split, connect to the network once, or use files instead"
+            ) from None

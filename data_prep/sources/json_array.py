@@ -1,0 +1,67 @@
+"""Reader of .json files that hold all rows in one JSON value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from emo.common.errors import UserError, one_line
+
+from .files import UTF8_MARK, File, open_text, read_chunks, require_utf8
+from .reader import TableReader
+from .rows import STRICT_JSON
+from .spec import CHAT_COLUMNS, TEXT_COLUMNS
+
+JSON_LIMIT = 1 << 30  # bytes of a .json value, which is loaded into memory
+
+
+class JsonReader(TableReader):
+    """Reads a .json file with an array of rows, or with an object that holds one array of rows."""
+
+    def rows(self, start: int) -> Iterator[Any]:
+        return iter(self._values[start:])
+
+    @cached_property
+    def _values(self) -> list[Any]:
+        with open_text(self.path) as stream:
+            data = b"".join(read_chunks(stream, self.name, JSON_LIMIT + 1))
+        if len(data) > JSON_LIMIT:
+            raise UserError(f"{self.name} is too large for one JSON value. Convert it to jsonl")
+        require_utf8(data, self.name)
+        try:
+            tree = STRICT_JSON.decode(data.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.name} is not JSON: {one_line(error)}") from None
+        rows = _array_of_rows(tree) if isinstance(tree, dict) else tree
+        if not isinstance(rows, list):
+            raise UserError(f"{self.name} must be an array of rows, or an object with one array of rows")
+        return rows
+
+
+def is_one_value(path: File) -> bool:
+    """Return whether a .json file is one value with all rows, as opposed to one row on each line."""
+    text = line = others = b""
+    with open_text(path) as stream:
+        for chunk in read_chunks(stream, str(path)):
+            text = (text + chunk).removeprefix(UTF8_MARK).lstrip()
+            line, _, others = text.partition(b"\n")
+            if text.startswith(b"[") or others.strip() or len(text) > JSON_LIMIT:
+                break
+    single = not others.strip() and len(text) <= JSON_LIMIT
+    if text.startswith(b"["):
+        return True
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return not single
+    return single and isinstance(row, dict) and _array_of_rows(row) is not None
+
+
+def _array_of_rows(tree: dict[str, Any]) -> list[Any] | None:
+    """Return the array of rows in an object, or None if the object is itself a row."""
+    arrays = [(name, value) for name, value in tree.items() if isinstance(value, list)]
+    if len(arrays) != 1 or arrays[0][0] in CHAT_COLUMNS or any(name in tree for name in TEXT_COLUMNS):
+        return None
+    return arrays[0][1]
