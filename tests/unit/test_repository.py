@@ -22,6 +22,7 @@ from emo.pipeline.loss.objectives import get_objective
 from tests.campaigns import audit
 from tests.conftest import REPO
 from tests.helpers.changed import NEEDED, needed
+from tests.helpers.examples import write_example
 
 ROOMS = ("data_prep", "pipeline", "eval", "experiments")
 HEAVY = {"torch", "transformers", "datasets", "deepspeed", "numpy", "scipy", "pyarrow", "pandas", "rich"}
@@ -94,18 +95,11 @@ def test_light_modules_load_nothing_heavy(modules: list[str], absent: set[str]) 
     assert done.stdout.strip() == ""
 
 
-def example(name: str, directory: Path) -> Path:
-    """An example of CONTRIBUTING.md, written to the file that its first line names."""
-    (text,) = re.findall(rf"```\w+\n(# {re.escape(name)}[:\n].*?)```", CONTRIBUTING, re.DOTALL)
-    (directory / name).write_text(text)
-    return directory / name
-
-
 def test_the_examples_of_contributing_work(tmp_path: Path) -> None:
-    path = example("my_objective.py", tmp_path)
+    path = write_example("my_objective.py", tmp_path)
     assert get_objective(f"{path}:unsure", strength=1.0).needs == {"H"}  # after a check against autograd
-    assert load_task(str(example("my_task.yaml", tmp_path))).labels == ["German", "French"]
-    config = load_data_config(example("my_recipe.yaml", tmp_path), [])
+    assert load_task(str(write_example("my_task.yaml", tmp_path))).labels == ["German", "French"]
+    config = load_data_config(write_example("my_recipe.yaml", tmp_path), [])
     assert [source.weight for source in config.sources] == [2, 1]
 
 

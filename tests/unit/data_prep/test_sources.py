@@ -30,7 +30,6 @@ from emo.common.errors import FailureError, UserError
 from emo.data_prep.config import DataConfig, Source
 from emo.data_prep.sources import reader
 from emo.data_prep.sources.inputs import READERS, open_inputs
-from emo.data_prep.sources.reader import TableReader
 from emo.data_prep.sources.rows import parse, raw_rows
 from emo.data_prep.sources.spec import Rejected, RowSpec
 from emo.data_prep.sources.text import TextReader
@@ -47,6 +46,7 @@ from tests.helpers.corpus import (
     train_set,
     write_jsonl,
 )
+from tests.helpers.examples import load_example
 from tests.helpers.refusals import refused
 
 GOOD = [{"text": text} for text in texts(9)]
@@ -470,19 +470,8 @@ def test_a_server_error_can_be_retried(tmp_path: Path, web: str) -> None:
     assert train_set(config).manifest.documents == 400
 
 
-class FeatherReader(TableReader):
-    """Reads an Arrow IPC file: the example of a new format in CONTRIBUTING.md."""
-
-    def rows(self, start: int) -> Iterator[dict[str, Any]]:
-        with self.path.open("rb") as file, pa.ipc.open_file(file) as table:
-            for number in range(table.num_record_batches):
-                batch = table.get_batch(number)
-                yield from batch.slice(start).to_pylist()
-                start = max(0, start - batch.num_rows)
-
-
 def test_a_new_format_is_one_reader_and_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(READERS, ".feather", FeatherReader)
+    monkeypatch.setitem(READERS, ".feather", load_example("my_reader.py").FeatherReader)
     table = pa.table({"text": texts(2000, seed=5)})
     with pa.ipc.new_file(tmp_path / "a.feather", table.schema) as sink:
         sink.write_table(table, max_chunksize=300)

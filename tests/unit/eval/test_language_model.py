@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +11,12 @@ import pytest
 from emo.eval.icl.job import run_all
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import load_task, select_tasks
-from emo.eval.models.base import ItemScore, LanguageModel
 from emo.eval.results.directory import find_model, read_models
 from tests.helpers.evaluating import command
+from tests.helpers.examples import load_example
 from tests.helpers.refusals import refused
 
-
-class Bigrams(LanguageModel):
-    """Predicts each byte from the one before it, with counts from a text."""
-
-    name = "bigrams"
-
-    def __init__(self, text: str) -> None:
-        data = np.frombuffer(text.encode(), np.uint8)
-        counts = np.ones((256, 256))
-        np.add.at(counts, (data[:-1], data[1:]), 1)
-        self.log_p = np.log(counts / counts.sum(axis=1, keepdims=True))
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.log_p.tobytes()).hexdigest()
-
-    def encode(self, texts: Any) -> list[list[int]]:
-        return [list(text.encode()) for text in texts]
-
-    def nll(self, ids: np.ndarray) -> float:
-        return -float(self.log_p[ids[:-1], ids[1:]].sum())
-
-    def score(self, items: Any, **_: Any) -> list[ItemScore]:
-        return [
-            ItemScore(self.nll(x.prefix), np.array([self.nll(np.append(x.prefix[-1:], t)) for t in x.tails]))
-            for x in items
-        ]
+Bigrams = load_example("my_model.py").Bigrams
 
 
 def test_a_custom_model_is_scored_stored_and_reported(world: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from emo.pipeline.control.run_dir import (
     partial_directory,
     step_of,
 )
+from tests.helpers.examples import load_example
 from tests.helpers.killing import wait_for
 from tests.helpers.refusals import refused
 
@@ -116,15 +117,17 @@ class DictStore(Store):
         self.files.pop(self.root + name, None)
 
 
-@pytest.fixture(params=["directory", "memory://bucket", "dict://runs"])
+@pytest.fixture(params=["directory", "memory://bucket", "dict://runs", "sqlite"])
 def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An address of each kind of store."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setitem(copies.STORES, "dict", DictStore)
+    monkeypatch.setitem(copies.STORES, "sqlite", load_example("my_store.py").SqliteStore)
     monkeypatch.setattr(copies, "POLL", 0.01)
     DictStore.files.clear()
     DictStore.may_write.set()
-    return str(tmp_path / "copies") if request.param == "directory" else request.param
+    addresses = {"directory": f"{tmp_path}/copies", "sqlite": f"sqlite://{tmp_path}/runs.db"}
+    return addresses.get(request.param, request.param)
 
 
 def wait_for_uploads(uploads: Uploads) -> None:
