@@ -121,6 +121,7 @@ class DictStore(Store):
 def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An address of each kind of store."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setitem(copies.STORES, "dict", DictStore)
     monkeypatch.setitem(copies.STORES, "sqlite", load_example("my_store.py").SqliteStore)
     monkeypatch.setattr(copies, "POLL", 0.01)
