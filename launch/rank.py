@@ -8,9 +8,8 @@ from __future__ import annotations
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
+from emo.launch.starting import STARTING
 from emo.pipeline.control.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
-
-from .starting import STARTING
 
 if __name__ == "__main__":
     watch = Watch()  # before the heavy imports: a request to stop may arrive while they take their time

@@ -43,13 +43,12 @@ import psutil
 
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of
+from emo.launch.rank import SCRIPTS, recipe_arguments
 from emo.pipeline.checkpoint.claims import check_keys
 from emo.pipeline.config import load_config
 from emo.pipeline.control.heartbeat import find_late_rank
 from emo.pipeline.control.output import serve_stdout
 from emo.pipeline.control.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS, SUPERVISOR
-
-from .rank import SCRIPTS, recipe_arguments
 
 POLL = 0.2  # seconds between looks at the launcher and the ranks
 HOSTFILE = Path("/job/hostfile")  # the default of `deepspeed`

@@ -44,7 +44,7 @@ from emo.pipeline.control.run_dir import (
 )
 from emo.pipeline.control.stop import node_name
 from emo.pipeline.engine.snapshots import Snapshots
-from emo.pipeline.monitor.validation import change, read_documents
+from emo.pipeline.monitor.validation import read_documents
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 from tests.helpers.refusals import refused
@@ -199,7 +199,7 @@ def test_the_nll_of_a_document_does_not_depend_on_ranks_and_packing(
     record = next(r for r in read_metrics(undisturbed) if (r["step"], r.get("set")) == (8, name))
     assert record["validation_nll"] == pytest.approx(sum(nlls) / sum(tokens), rel=1e-4)
     limits = [record[f"validation_change{end}"] for end in ("", "_low", "_high")]
-    assert change(start, result) == pytest.approx((*limits, len(tokens)))
+    assert compute_change(start, result) == pytest.approx((*limits, len(tokens)))
     assert limits[1] < limits[0] < 0, "the NLL falls"
 
 
