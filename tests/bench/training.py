@@ -155,16 +155,17 @@ def _bare(config: RunConfig, world: World, clock: Clock) -> None:
     from emo.pipeline.checkpoint import identity
     from emo.pipeline.engine import engine
     from emo.pipeline.model import build as model
+    from emo.pipeline.model.objectives import load_losses, training_objective
 
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
     if world.is_main:
         model.write_initial_weights(config)
-        identity.claim(config, {"data": data.fingerprint})
+        identity.claim_run_dir(config, {"data": data.fingerprint})
     torch.distributed.barrier()
     vocabulary = model.model_config(config.model).vocab_size
-    losses = model.load_losses(config, model.training_objective(config), vocabulary)
+    losses = load_losses(config, training_objective(config), vocabulary)
     ds_config = deepspeed_config(config, batch)
     partitioned = HfDeepSpeedConfig(ds_config)
     ds = engine.Engine(model.build_model(config, losses), ds_config, world).ds
