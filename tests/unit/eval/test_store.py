@@ -5,6 +5,7 @@ EVAL_KILLS sets the number of kills (10).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import multiprocessing
@@ -203,6 +204,7 @@ def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: 
 def test_a_read_only_cache_costs_only_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(store, "_writable", functools.cache(store._writable.__wrapped__))
     (tmp_path / "file").write_bytes(b"x")
     for name in ("EVAL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
