@@ -64,7 +64,7 @@ def top_dtype(k: int, vocab_size: int) -> np.dtype[Any]:
     return np.dtype([("ids", "<u2" if vocab_size <= 2**16 else "<i4", (k,)), ("log_p", "<f2", (k + 1,))])
 
 
-def write_shard(path: Path, scores: np.ndarray) -> None:
+def write_scores(path: Path, scores: np.ndarray) -> None:
     """Write the scores of one shard [tokens], completely or not at all, and their hash."""
     scores = scores.astype(np.float32) if scores.dtype.names is None else scores
     numbers = scores if scores.dtype.names is None else scores["log_p"]

@@ -94,12 +94,12 @@ class Job:
         entry = store.Entry(self.out / store.STORE, identity, self.say)
         result = entry.result()
         if result is None or not entry.is_complete(len(retrieval.indices), CHUNK):
-            from .task_metrics import summarise
+            from .task_metrics import summarise_task
 
             records = self._records(task, data, retrieval.indices, entry)
             dtype = {"dtype": self.model.computed_dtype}  # also if it was `auto`
             conditions = conditions | {"compared": conditions["compared"] | dtype}
-            entry.finish(summarise(task, data, records, settings, conditions))
+            entry.finish(summarise_task(task, data, records, settings, conditions))
             result = entry.result()
             assert result is not None
         self._write_view(task, entry.key, result)

@@ -16,7 +16,7 @@ from .tasks import LABEL, Task
 WORST = 5  # mistakes that are stored with their text
 
 
-def summarise(
+def summarise_task(
     task: Task, data: TaskData, records: list[Record], settings: Settings, conditions: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the result of a task: all metrics of its records, and the worst mistakes.

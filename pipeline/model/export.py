@@ -38,7 +38,7 @@ from ..config import RunConfig
 from ..control.run_dir import EXPORT_INFO
 from ..control.stop import die_with_parent
 from ..control.world import raise_on_all_ranks
-from .readers import check_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
+from .readers import check_exported_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
 
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
     from ..engine.engine import Engine
@@ -303,7 +303,7 @@ def check_export(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor)
         rows: Token ids of the data [rows, length]. The tokenizer must encode their texts as the data's does.
     """
     if (directory / "tokenizer.json").is_file():
-        check_tokenizer(directory, rows)
+        check_exported_tokenizer(directory, rows)
     unset_hf_deepspeed_config()
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
     model, report = loaded

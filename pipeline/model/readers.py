@@ -108,7 +108,7 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int]) -> None:
             write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
-def check_tokenizer(directory: Path, rows: Tensor) -> None:
+def check_exported_tokenizer(directory: Path, rows: Tensor) -> None:
     """Raise UserError if AutoTokenizer gives other ids than the tokenizer of the data.
 
     For a few families transformers replaces a tokenizer's rules by its own, whatever the files contain. The

@@ -9,7 +9,7 @@ from ..control.world import gather_objects
 from ..engine.engine import Engine
 from ..engine.totals import StepTotals
 from ..model.objectives import Losses, measuring
-from .validation import Documents, sum_by_document
+from .validation import Documents, group_by_document
 
 
 def evaluate(
@@ -36,4 +36,4 @@ def evaluate(
     for row in ordered.tolist():
         padding = int(data.tokens_of(row) < data.manifest.block)  # a segment without a document
         sources.append(np.append(data.sources_of(row), np.zeros(padding, np.uint64)))
-    return totals, sum_by_document(data.fingerprint, np.concatenate(sources), nll, tokens)
+    return totals, group_by_document(data.fingerprint, np.concatenate(sources), nll, tokens)

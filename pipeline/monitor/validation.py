@@ -57,7 +57,9 @@ class Change(NamedTuple):
         return int(self.low > 0) - int(self.high < 0)
 
 
-def sum_by_document(fingerprint: str, sources: np.ndarray, nll: np.ndarray, tokens: np.ndarray) -> Documents:
+def group_by_document(
+    fingerprint: str, sources: np.ndarray, nll: np.ndarray, tokens: np.ndarray
+) -> Documents:
     """Sum the measurements of segments by document.
 
     Args:

@@ -43,7 +43,7 @@ from ..model.build import add_lora, check_context, check_fits, model_config
 from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
 from ..model.objective_config import COSTS
 from ..model.objectives import objective_parts, training_objective
-from ..model.readers import check_tokenizer
+from ..model.readers import check_exported_tokenizer
 from ..model.teacher import check_teacher
 
 log = logging.getLogger(__name__)
@@ -380,7 +380,7 @@ def _export_and_reload(base: PreTrainedModel, config: RunConfig) -> dict[str, li
         try:
             write_metadata(base, config, directory, {})
             if (directory / "tokenizer.json").is_file():
-                check_tokenizer(directory, sample_rows(config))
+                check_exported_tokenizer(directory, sample_rows(config))
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         except (OSError, ValueError, KeyError) as error:

@@ -431,7 +431,7 @@ def write_scores(data: TokenDataset) -> None:
     """A number for every token, which says which it is."""
     scores.begin(data, "ref", MODEL)
     for shard, info in enumerate(data.manifest.shards):
-        scores.write_shard(scores.shard_file(data, "ref", shard), -np.arange(info.tokens) - 1e6 * shard)
+        scores.write_scores(scores.shard_file(data, "ref", shard), -np.arange(info.tokens) - 1e6 * shard)
     assert scores.seal(data, "ref", MODEL)
 
 
@@ -463,7 +463,7 @@ def test_damaged_or_foreign_scores_are_errors(config: DataConfig, tmp_path: Path
         scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
     for bad in (float("nan"), float("-inf"), 0.5):  # no log-probabilities
         with pytest.raises(UserError):
-            scores.write_shard(path, np.array([-1.0, bad]))
+            scores.write_scores(path, np.array([-1.0, bad]))
     assert not path.exists()
     unreadable()
     write_scores(data)

@@ -22,7 +22,7 @@ from emo.pipeline.loss import fuse_model, get_objective
 from emo.pipeline.model.build import check_fits
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.export import exported_names, exported_tensors, persistent_buffers
-from emo.pipeline.model.readers import check_tokenizer, saved_tensors, write_config, write_tokenizer
+from emo.pipeline.model.readers import check_exported_tokenizer, saved_tensors, write_config, write_tokenizer
 from tests.helpers.chat_templates import CHATML
 from tests.helpers.corpus import prepared, run, tiny_tokenizer, write_jsonl
 from tests.helpers.exporting import write
@@ -147,4 +147,4 @@ def test_a_family_whose_tokenizer_transformers_replaces(name: str, replaced: boo
     family(name).config.save_pretrained(tmp_path)
     shutil.copytree(tiny_tokenizer(), tmp_path, dirs_exist_ok=True)
     with refused("tokenizer-class") if replaced else contextlib.nullcontext():
-        check_tokenizer(tmp_path, torch.arange(30)[None])
+        check_exported_tokenizer(tmp_path, torch.arange(30)[None])
