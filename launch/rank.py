@@ -8,11 +8,14 @@ from __future__ import annotations
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
-from emo.launch.starting import STARTING
 from emo.pipeline.control.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
 if __name__ == "__main__":
-    watch = Watch()  # before the heavy imports: a request to stop may arrive while they take their time
+    # Before imports that take seconds, and before any other thread: threads inherit the blocked signals.
+    watch = Watch()
+
+# isort: split
+from emo.launch.starting import STARTING
 
 # isort: split
 import argparse

@@ -1,4 +1,7 @@
-"""Shows on standard error that rank 0 is starting. Imported before everything that takes seconds."""
+"""Shows on standard error that rank 0 is starting.
+
+Import this before everything that takes seconds, but after `Watch()`: it starts a thread.
+"""
 
 from __future__ import annotations
 

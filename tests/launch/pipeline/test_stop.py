@@ -17,7 +17,7 @@ from emo.common.errors import ExitCode
 from emo.launch.supervise import run_exit_code
 from emo.pipeline.control.stop import REPORTS, StopRequest
 from tests.conftest import REPO
-from tests.helpers.launching import PIPED, wait_for
+from tests.helpers.launching import ENVIRONMENT, PIPED, wait_for
 
 DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED
 
@@ -224,3 +224,14 @@ def test_help_and_mistakes_do_not_start_the_launcher(argument: str, code: ExitCo
     """There is no `deepspeed` on the path."""
     done = supervise("launch/continual.sh", argument, PATH="")
     assert done.returncode == code and "is not installed" not in done.stderr, done.stderr
+
+
+def test_a_signal_while_rank_0_imports_its_modules_stops_it_cleanly() -> None:
+    """The thread that shows the start must not receive the signal, which would kill the rank."""
+    command = [sys.executable, "-m", "emo.launch.rank", "nowhere.yaml"]
+    rank = subprocess.Popen(command, cwd=REPO, env=ENVIRONMENT | {"RANK": "0"}, **PIPED)
+    tasks = Path(f"/proc/{rank.pid}/task")
+    wait_for(lambda: len(list(tasks.iterdir())) >= 3, "the threads of Watch and of the start", 30)
+    rank.terminate()
+    output, _ = rank.communicate(timeout=30)
+    assert rank.returncode == ExitCode.STOPPED, output
