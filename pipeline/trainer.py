@@ -22,7 +22,6 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-import torch
 from transformers.integrations import HfDeepSpeedConfig
 
 from emo.common.errors import one_line
@@ -57,9 +56,8 @@ from .control.world import (
     set_timeout,
 )
 from .engine.config import lr_at
-from .engine.devices import on_gpu
+from .engine.devices import device_name
 from .engine.engine import Engine
-from .engine.hardware import accelerator
 from .engine.totals import StepTotals
 from .model.build import build_model, check_model, packed, write_initial_weights
 from .model.export import export_model
@@ -76,8 +74,7 @@ from .monitor.profiler import Profiler
 from .monitor.samples import Samples
 from .monitor.upkeep import GarbageCollection, Heartbeat
 from .planning.checks import TrainingRun, check_run
-from .planning.footprint import utilisation
-from .planning.plan import setup_of, sizes_of
+from .planning.plan import predict_step
 
 log = logging.getLogger(__name__)
 
@@ -274,14 +271,15 @@ class Trainer:
         config, world, plan, state = self.config, self.world, self.plan, self.state
         hosts = gather_objects(node_name())  # by rank
         run_on_main(world, lambda: identity.claim_run_dir(config, self.identity))
-        self.launch.log_start(config, plan, state.step, state.tokens, len(set(hosts)))
+        predicted = predict_step(config, plan, device_name())
+        self.launch.log_start(config, plan, predicted, state.step, state.tokens, len(set(hosts)))
         progress = {} if saved is None else saved.progress
         facts = RunFacts(
             rows=len(plan.data),
             domains=plan.data.domains,
             validates=bool(plan.validation),
             hosts=hosts if world.ranks > 1 else (),
-            peak_share=self._peak_share(),
+            peak_share=None if predicted is None else predicted.peak_share,
         )
         main, window, train = world.is_main, progress.get(Metrics.name), config.train
         self.metrics = raise_on_all_ranks(lambda: Metrics(config, state, main, facts, self.console, window))
@@ -303,15 +301,6 @@ class Trainer:
         self.student = None
         if config.objective.on_policy is not None:
             self.student = OnPolicy(config, self.engine, len(plan.data.domains))
-
-    def _peak_share(self) -> float | None:
-        """Return the FLOPs of a step over what all GPUs could do in a second; None for unknown hardware."""
-        gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
-        if gpu is None:
-            return None
-        plan = self.plan
-        setup = setup_of(self.config, plan.batch, plan.ds_config, plan.objective, plan.data.mean_context())
-        return utilisation(sizes_of(plan.model, plan.hf_config), setup, 1.0, gpu)
 
     # The loop
 

@@ -43,6 +43,11 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() == "cuda"
 
 
+def device_name() -> str:
+    """Return the name of this rank's GPU, or CPU."""
+    return torch.cuda.get_device_name() if on_gpu() else "CPU"
+
+
 def local_ranks() -> int:
     """Return the number of ranks on this host, which the launcher sets."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)

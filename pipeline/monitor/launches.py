@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from emo.common.errors import one_line
 from emo.common.provenance import code_version, library_versions
 from emo.common.text import counted
@@ -23,12 +21,10 @@ from ..config import RunConfig
 from ..control.heartbeat import find_late_rank, read_ranks
 from ..control.run_dir import EXPORT, LAUNCHES, read_records
 from ..control.stop import RESUME
-from ..engine.devices import on_gpu
+from ..engine.devices import device_name, on_gpu
 from ..engine.ds_config import zero_stage
-from ..engine.hardware import GIB, accelerator
 from ..planning.checks import TrainingRun
-from ..planning.footprint import memory, step_time, utilisation
-from ..planning.plan import collect_warnings, domain_rows, setup_of, sizes_of
+from ..planning.plan import StepPrediction, collect_warnings, domain_rows
 from .console import Console
 
 log = logging.getLogger(__name__)
@@ -55,12 +51,21 @@ class Launch:
             step = max([records[-1]["step"], *(step for step in steps if isinstance(step, int))])
             self._append("end", step=step, how="failed", reason=reason)
 
-    def log_start(self, config: RunConfig, run: TrainingRun, step: int, tokens: int, hosts: int) -> None:
+    def log_start(
+        self,
+        config: RunConfig,
+        run: TrainingRun,
+        predicted: StepPrediction | None,
+        step: int,
+        tokens: int,
+        hosts: int,
+    ) -> None:
         """Log what is about to be trained, and record the launch.
 
         Args:
             config: the recipe.
             run: the resolved recipe.
+            predicted: duration, MFU and memory of a step, or None for unknown hardware.
             step: steps that earlier launches have taken.
             tokens: supervised tokens of these steps.
             hosts: number of hosts.
@@ -69,7 +74,7 @@ class Launch:
         if not self._main:
             return
         batch = run.batch
-        device = torch.cuda.get_device_name() if on_gpu() else "CPU"
+        device = device_name()
         log.info("objective %s on %s; %s", run.objective, device, batch)
         for name, text in domain_rows(config, run):
             log.info("%s: %s", name, text)
@@ -88,7 +93,7 @@ class Launch:
             "block": config.data.sequence_len,
             "zero_stage": zero_stage(run.ds_config),
             "attention": run.attention,
-            "planned": _predict_step(config, run, device),
+            "planned": predicted and predicted.recorded,
         }
         if any(mixture for _, mixture in run.mixtures):
             facts["mixtures"] = [{"step": first, "mixture": m and m.label} for first, m in run.mixtures]
@@ -125,18 +130,6 @@ class Launch:
 
     def _append(self, event: str, **fields: Any) -> None:
         append(self._run_dir / LAUNCHES, {"event": event, "time": time.time(), **fields})
-
-
-def _predict_step(config: RunConfig, run: TrainingRun, device: str) -> dict[str, float] | None:
-    """Return the predicted duration, MFU and memory of a step, or None for unknown hardware."""
-    gpu = accelerator(device)
-    if gpu is None:
-        return None
-    sizes = sizes_of(run.model, run.hf_config)
-    setup = setup_of(config, run.batch, run.ds_config, run.objective, run.data.mean_context())
-    seconds = step_time(sizes, setup, gpu).total
-    mfu = utilisation(sizes, setup, seconds, gpu)
-    return {"seconds": seconds, "mfu": mfu, "memory_gib": memory(sizes, setup).total / GIB}
 
 
 def _log_event(line: str, event: str, **fields: Any) -> None:

@@ -36,7 +36,7 @@ from ..batches.order import REPEATED, MixedOrder, Portion
 from ..config import RunConfig, load_config
 from ..engine.devices import on_gpu
 from ..engine.ds_config import deepspeed_config, zero_stage
-from ..engine.hardware import GB, GIB, NODE, Cluster, describe_time_source
+from ..engine.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
 from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
@@ -167,6 +167,36 @@ def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
         sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
     width = 2 if chosen.dtype == "bfloat16" else 4
     return dataclasses.replace(setup, teacher=sizes, copied=teacher is not None, teacher_width=width)
+
+
+class StepPrediction(NamedTuple):
+    """What the footprint predicts of a step."""
+
+    seconds: float
+    mfu: float
+    memory_gib: float
+    peak_share: float  # model FLOPs of a step over what the hardware could do in a second
+
+    @property
+    def recorded(self) -> dict[str, float]:
+        """Return the numbers that launches.jsonl holds."""
+        return {"seconds": self.seconds, "mfu": self.mfu, "memory_gib": self.memory_gib}
+
+
+def predict_step(config: RunConfig, run: TrainingRun, device: str) -> StepPrediction | None:
+    """Predict a step of a run on GPUs with the name `device`, or None for unknown hardware."""
+    gpu = accelerator(device)
+    if gpu is None:
+        return None
+    sizes = sizes_of(run.model, run.hf_config)
+    setup = setup_of(config, run.batch, run.ds_config, run.objective, run.data.mean_context())
+    seconds = footprint.step_time(sizes, setup, gpu).total
+    return StepPrediction(
+        seconds=seconds,
+        mfu=footprint.utilisation(sizes, setup, seconds, gpu),
+        memory_gib=footprint.memory(sizes, setup).total / GIB,
+        peak_share=footprint.utilisation(sizes, setup, 1.0, gpu),
+    )
 
 
 def attention_span(
