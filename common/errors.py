@@ -41,7 +41,8 @@ class UserError(Exception):
 
     def __init__(self, message: str = "", *, code: str = "", more: Iterable[str] = ()) -> None:
         super().__init__(message)
-        self.code, self.more = code, tuple(more)
+        self.code = code
+        self.more = tuple(more)
 
     @property
     def lines(self) -> list[str]:

@@ -46,7 +46,8 @@ class WorkerPool:
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[[Any], Any]], *arguments: Any) -> None:
-        self.count, self._make = count, (make, arguments)
+        self.count = count
+        self._make = (make, arguments)
         self._function = make(*arguments) if count <= 1 else None
         self._started: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
         if self._function is not None:

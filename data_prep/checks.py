@@ -109,7 +109,8 @@ def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> PlannedInput
                 f"{reader.name} did not exist when {config.dir} was prepared. Remove it, or {AGAIN}",
                 code="source-new",
             )
-        source, path = planned[reader.name], local_file(reader)
+        source = planned[reader.name]
+        path = local_file(reader)
         size = source.get("bytes")
         if path is None:
             same = "://" not in reader.name or size is None or reader.size in (0, size)
@@ -146,7 +147,8 @@ def check_tokenizer(config: DataConfig, plan: Plan) -> None:
             chat = read_chat_template(config, config.dir)
             same = same and (None if chat is None else chat.digest) == plan.summary.get("chat_template")
         except (UserError, OSError) as error:
-            same, problem = False, f" ({one_line(error)})"
+            same = False
+            problem = f" ({one_line(error)})"
         if not same:
             raise UserError(
                 f"{directory} is missing, damaged or not the tokenizer that {config.dir} was prepared "

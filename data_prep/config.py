@@ -49,7 +49,9 @@ USED: dict[str, Callable[[Any], bool]] = {
 FORMAT = 6  # version of prepared data. Raise it if the same configuration gives other bytes
 SET = "if set"  # marks newer fields, which are not part of `settings` unless they are set
 
-TRAIN, VALIDATION = "train", "validation"  # the training data, and an unnamed validation set
+# the training data, and an unnamed validation set
+TRAIN = "train"
+VALIDATION = "validation"
 DEFAULT_DOMAIN = "default"  # of sources without a domain
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # pattern of names of domains and validation sets
 MAX_TOKENS = 1 << 20  # in a row
@@ -354,7 +356,8 @@ def _effective_fields(value: Any, reports: bool) -> Any:
         return value
     tree = {}
     for key in type(value).model_fields:
-        name, item = mark_of(type(value), key), getattr(value, key)
+        name = mark_of(type(value), key)
+        item = getattr(value, key)
         if name == "place" or (name in REPORTS and not reports) or (name == SET and item is None):
             continue
         tree[key] = None if name in USED and not USED[name](value) else _effective_fields(item, reports)

@@ -95,11 +95,19 @@ from .sources.hub import is_saved
 from .sources.reader import SourceReader
 from .sources.rows import plain_text, take
 
-MARKER, GRAMS = "data_prep.json", "grams.npz"
-HASHES, OVERLAP = "hashes.json", "contamination.json"
-NEW, SCAN = ".new", "scan"  # the directory of planning jobs, and in it the parts of the scan
-ROWS, LIMITED = "rows.parquet", "limited.parquet"  # in .new: the selected rows, before the plan is complete
-PLANNING, JOBS = ".planning", ".jobs"  # leases of the planning job, and of all running jobs
+MARKER = "data_prep.json"
+GRAMS = "grams.npz"
+HASHES = "hashes.json"
+OVERLAP = "contamination.json"
+# the directory of planning jobs, and in it the parts of the scan
+NEW = ".new"
+SCAN = "scan"
+# in .new: the selected rows, before the plan is complete
+ROWS = "rows.parquet"
+LIMITED = "limited.parquet"
+# leases of the planning job, and of all running jobs
+PLANNING = ".planning"
+JOBS = ".jobs"
 NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
 TRAINING_CHARS = 50_000_000  # most characters to train a tokenizer on
 
@@ -181,7 +189,9 @@ class Preparation:
     """The work of one job in the preparation of a directory."""
 
     def __init__(self, config: DataConfig, workers: int, say: Say) -> None:
-        self.config, self.workers, self.say = config, workers, say
+        self.config = config
+        self.workers = workers
+        self.say = say
         self.new = config.dir / NEW
 
     # --- planning -----------------------------------------------------------------------------------------
@@ -234,7 +244,8 @@ class Preparation:
         With `force` the parts of an earlier scan are removed too. Raises UserError for all errors that can be
         found before the rows are read.
         """
-        config, say = self.config, self.say
+        config = self.config
+        say = self.say
         remove_matching(config.dir, UNFINISHED if force else SET_UP)
         (self.new / SCAN).mkdir(parents=True, exist_ok=True)
         remove_abandoned(self.new / SCAN)
@@ -297,7 +308,9 @@ class Preparation:
 
         Raises UserError if nothing is left to train on.
         """
-        config, say, inputs = self.config, self.say, scan.inputs
+        config = self.config
+        say = self.say
+        inputs = scan.inputs
         parts = [scan.parts[unit.number] for unit in scan.units]
         plan = select(config, inputs, parts, self.new / ROWS, self.workers, scan.first_fault)
         summary = plan.summary
@@ -396,7 +409,8 @@ class Preparation:
 
         Shards are counted through all splits.
         """
-        config, missing = self.config, []
+        config = self.config
+        missing = []
         for split_number, split in enumerate(config.splits):
             directory = config.dir / split
             directory.mkdir(exist_ok=True)
@@ -419,7 +433,8 @@ class Preparation:
 
     def make_shards(self, loaded: _Loaded, shards: list[int], hashes: Hashes) -> None:
         """Make shards, which are counted through all splits."""
-        plan, config = loaded.plan, self.config
+        plan = loaded.plan
+        config = self.config
         if loaded.sources.problem:
             raise UserError(
                 f"{counted(len(shards), 'shard')} must be made again, but {loaded.sources.problem}",
@@ -442,7 +457,8 @@ class Preparation:
             progress("tokenising", rows * row_size, self.say) as advance,
         ):
             encoded = _report_progress(pool.map(parts()), row_size, advance)
-            began, tokens = time.perf_counter(), 0
+            began = time.perf_counter()
+            tokens = 0
             for shard, sequences in _group_by_shard(shards, encoded):
                 check = ShardCheck(plain, config, encode.chat)
                 tokens += self._write_shard(plan, shard, encode, sequences, check, hashes).tokens
@@ -479,7 +495,9 @@ class Preparation:
 
         With `required` missing shards are an error.
         """
-        config, directory, infos = self.config, self.config.dir / split, self.read_notes(split)
+        config = self.config
+        directory = self.config.dir / split
+        infos = self.read_notes(split)
         if len(infos) < config.shards:
             missing = [i for i in range(config.shards) if i not in infos]
             report = f"{split}: {len(missing)} of {config.shards} shards are missing"
@@ -490,7 +508,8 @@ class Preparation:
             self.say(report)
             return False
         manifest = make_manifest(config, plan.summary, split, list(infos.values()))
-        file, text = directory / MANIFEST, manifest_text(manifest)
+        file = directory / MANIFEST
+        text = manifest_text(manifest)
         same = file.is_file() and file.read_bytes() == text.encode()
         if same and (config.contamination is None or (directory / OVERLAP).is_file()):
             return True
@@ -505,7 +524,9 @@ class Preparation:
 
     def _write_overlap(self, split: str) -> None:
         """Write the report of the test rows that share n-grams with a split."""
-        config, directory, n = self.config, self.config.dir / split, self.config.contamination_ngram
+        config = self.config
+        directory = self.config.dir / split
+        n = self.config.contamination_ngram
         paths = [overlap_path(directory, i, config.shards) for i in range(config.shards)]
         notes = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         hits = {gram for note in notes for gram in note["grams"]}
@@ -518,7 +539,8 @@ class Preparation:
 
     def read_notes(self, split: str) -> dict[int, ShardInfo]:
         """Return the notes of a split's complete shards, by number."""
-        directory, shards = self.config.dir / split, self.config.shards
+        directory = self.config.dir / split
+        shards = self.config.shards
         notes = {i: read_note(directory, i, shards) for i in range(shards)}
         return {i: info for i, info in notes.items() if info is not None}
 

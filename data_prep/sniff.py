@@ -51,7 +51,9 @@ EXAMPLE_CHARS = 1600  # longest printed example
 CHARS_PER_TOKEN = 4  # approximately
 SHARD_BYTES = 64 << 20  # bytes of a file for each shard
 DEFAULT_TOKENIZER = "openai-community/gpt2"
-VALIDATION_SHARE, MIN_VALIDATION = 0.05, 5  # share of the rows for validation, and fewest rows
+# share of the rows for validation, and fewest rows
+VALIDATION_SHARE = 0.05
+MIN_VALIDATION = 5
 COMMENTS = {  # comments on lines of the recipe
     f"tokenizer: {DEFAULT_TOKENIZER}": "use the tokenizer of your model",
     "strict: false": "skip rows that cannot be read, see above",
@@ -201,7 +203,8 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None,
 
 def _reject_unwritable(look: Look, chat: ChatTemplate) -> Look:
     """Return the look with the rows rejected that the chat_template cannot write."""
-    rows, writer = list(look.rows), ChatWriter(chat)
+    rows = list(look.rows)
+    writer = ChatWriter(chat)
     for number, row in enumerate(rows):
         try:
             if isinstance(row, Chat):
@@ -249,7 +252,8 @@ def guess_columns(row: dict[str, Any], kind: str) -> dict[str, str]:
 
 def _describe(look: Look) -> list[str]:
     """Return the lines about a file that are printed before its rows."""
-    reader, spec = look.input, look.input.spec
+    reader = look.input
+    spec = look.input.spec
     kind = "instructions" if look.config.kind == "instruct" else "text"
     size = f", {amount(reader.size)}" if reader.size else ""
     others = f" and {counted(look.files - 1, 'more file')}" if look.files > 1 else ""
@@ -285,7 +289,8 @@ def _examples(
 
     Without `directory`, the saved tokenizer, characters stand for tokens.
     """
-    examples, lengths = [], []
+    examples = []
+    lengths = []
     encoder = None
     decode: Callable[[list[int]], str] = _to_text
     if directory is not None:
@@ -308,7 +313,8 @@ def _examples(
             ids, supervised = _characters(row, look.template)
         elif isinstance(row, Conversation | Chat):
             encoded = encoder.conversations([row])
-            ids, supervised = encoded.ids, np.zeros(len(encoded.ids), bool)
+            ids = encoded.ids
+            supervised = np.zeros(len(encoded.ids), bool)
             starts = np.cumsum(encoded.lengths) - encoded.lengths
             for start, spans in zip(starts.tolist(), encoded.spans, strict=True):
                 for begin, end in spans:

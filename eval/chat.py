@@ -62,7 +62,9 @@ class Chat:
     """A conversation. history: the exchanges that the model still sees, oldest first."""
 
     def __init__(self, engine: Transformers, template: str, args: argparse.Namespace) -> None:
-        self.model, self.template, self.args = engine.model, template, args
+        self.model = engine.model
+        self.template = template
+        self.args = args
         self.sampler = engine.sampler  # loads the weights before the first message
         self.history: list[answers.Exchanged] = []
         self.turns = 0
@@ -104,7 +106,9 @@ class Chat:
 
         Drop the oldest exchanges if the context has no room for them and a reply of reasonable length.
         """
-        tokens, system, context = self.args.max_new_tokens, self.args.system, self.model.context
+        tokens = self.args.max_new_tokens
+        system = self.args.system
+        context = self.model.context
         while True:
             ids = answers.conversation_ids(self.model, self.template, self.history, question, system)
             room = tokens if context is None else min(tokens, context - len(ids))

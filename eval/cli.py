@@ -135,7 +135,8 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _run(args: argparse.Namespace) -> int:
-    tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
+    tasks = select_tasks(args.tasks, args.prompts)
+    settings = _settings(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
     from .icl.job import run_all
     from .results.directory import find_model, read_models
@@ -159,7 +160,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
+    tasks = select_tasks(args.tasks, args.prompts)
+    settings = _settings(args)
     if not args.poll > 0:
         raise UserError("--poll must be a positive number of seconds")
     if not args.run_dir.is_dir():
@@ -201,7 +203,8 @@ def _report(args: argparse.Namespace) -> int:
     page = document(report)
     if (path := page.write(args.output_path or f"{args.results[0]}/", FILES)) is not None:
         judged = f", {counted(len(report.judgements), 'judgement')}" if report.judgements else ""
-        models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
+        models = counted(len(report.models), "model")
+        tasks = counted(len(report.tasks), "task")
         say(f"report of {models} on {tasks}{judged}: {path}")
         say(page.answer[0])
     for remark in report.remarks:
@@ -216,7 +219,8 @@ def _compare(args: argparse.Namespace) -> int:
 
     _check_drop(args)
     models = read_models(args.results)
-    a, b = find_model(models, args.a), find_model(models, args.b)
+    a = find_model(models, args.a)
+    b = find_model(models, args.b)
     only = tuple(args.fail_on_regression.split(",")) if args.fail_on_regression else ()
     print(format_table(a, b, only))
     verdict = find_regression(a, b, args.max_drop, only)

@@ -69,8 +69,11 @@ TRAINER_STATE = "trainer_state.json"
 FOREIGN = "checkpoint-"  # prefix of the Trainer's checkpoints, followed by the step
 TRANSIENT = ("OutOfMemoryError", "AcceleratorError")  # errors of torch about the device, not the model
 # States of a target, or of its export, that is not done.
-WAITING, FAILED, TROUBLED = "not ready or held by another watcher", "failed", "to be retried"
-UNEXPORTED, DEFERRED = "not exported", "waiting for the end of the run"
+WAITING = "not ready or held by another watcher"
+FAILED = "failed"
+TROUBLED = "to be retried"
+UNEXPORTED = "not exported"
+DEFERRED = "waiting for the end of the run"
 
 
 class IncompleteError(Exception):
@@ -144,7 +147,9 @@ class Target:
 
 def find_targets(run_dir: Path) -> list[Target]:
     """Return the models in a run directory, oldest first, complete or not."""
-    result, run = [], clean_name(run_dir.absolute().name)  # `.` has no name
+    # `.` has no name
+    result = []
+    run = clean_name(run_dir.absolute().name)
     for path in checkpoints(run_dir):
         if (path / HF).is_dir():
             result.append(Target(f"{run}-{path.name}", path / HF, checkpoint=path))
@@ -168,8 +173,13 @@ class Watch:
         self, run_dir: Path, tasks: list[Task], settings: Settings, out: Path, dtype: str, say: Say,
         exports: Sequence[Export] = (),
     ) -> None:  # fmt: skip
-        self.run_dir, self.tasks, self.settings, self.out = run_dir, tasks, settings, out
-        self.dtype, self.say, self.exports = dtype, say, exports
+        self.run_dir = run_dir
+        self.tasks = tasks
+        self.settings = settings
+        self.out = out
+        self.dtype = dtype
+        self.say = say
+        self.exports = exports
         self.directory = out / "watch"
         self.evaluated: list[str] = []  # by this watcher
         self.states: dict[str, str] = {}  # of the last pass, by target, or by export and target
@@ -177,7 +187,8 @@ class Watch:
 
     def run_once(self) -> int:
         """Evaluate all complete targets that are neither done nor held. Return their number."""
-        count, request = 0, self._request()
+        count = 0
+        request = self._request()
         self.states = {}
         for target in find_targets(self.run_dir):
             if self._is_done(target, request):
@@ -219,8 +230,10 @@ class Watch:
         Their tests share one level (`checkpoint_levels`), because every test may be a false alarm.
         """
         models = read_models([self.out])
-        first, by_name = find_model(models, baseline), {model.name: model for model in models}
-        marks, export = self._evaluated_marks(), clean_name(self.run_dir.absolute().name)
+        first = find_model(models, baseline)
+        by_name = {model.name: model for model in models}
+        marks = self._evaluated_marks()
+        export = clean_name(self.run_dir.absolute().name)
         names = [name for name in marks if name != baseline]
         # The export is last, because it has the step of the last checkpoint.
         names.sort(key=lambda name: (name == export, marks[name].get("step") or 0, natural_key(name)))
@@ -268,7 +281,8 @@ class Watch:
             store.replace(path, store.dump(_read_mark(path) | {str(export): due[name]}))
 
     def _export_models(self, export: Export, names: Mapping[str, str]) -> dict[str, Exception]:
-        models, cards = [], {}
+        models = []
+        cards = {}
         with contextlib.suppress(UserError):  # there are none any more
             models = [m for m in read_models([self.out], lambda text: None) if m.name in names]
         for target in find_targets(self.run_dir):
@@ -286,7 +300,8 @@ class Watch:
     def _request(self) -> str:
         """Return the digest of everything but the model that affects a result."""
         settings = asdict(self.settings)
-        source, _ = settings.pop("data"), settings.pop("batch_size")
+        source = settings.pop("data")
+        _ = settings.pop("batch_size")
         tasks = []
         for task in self.tasks:
             files = list[FileStat]()  # empty for data of the hub
@@ -321,7 +336,10 @@ class Watch:
 
     def _attempt(self, target: Target, request: str) -> bool:
         """Evaluate a target whose lease is held, and return whether it was evaluated. Record failures."""
-        files, unchanged, failure, trace = target.fingerprint(), 0.0, "", None
+        files = target.fingerprint()
+        unchanged = 0.0
+        failure = ""
+        trace = None
         try:
             with _pinned(target.path, self.directory / "pins" / target.name) as pinned:
                 now = file_system_now(self.directory)
@@ -339,7 +357,8 @@ class Watch:
             else:
                 failure = f"{error}, and nothing has changed for {unchanged / 60:.0f} minutes"
         except Exception as error:
-            failure, trace = _reason(error), traceback.format_exc()
+            failure = _reason(error)
+            trace = traceback.format_exc()
             # A full disk, a lost mount or a busy device: a retry may succeed.
             transient = isinstance(error, OSError | FailureError) or type(error).__name__ in TRANSIENT
             if transient or "CUDA error" in str(error):

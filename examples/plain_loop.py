@@ -11,7 +11,8 @@ def main(path: str, text: str, objective: str = "emo", steps: int = 5) -> list[f
 
     from emo.hf import fuse_causal_lm
 
-    rows, length = 4, 64
+    rows = 4
+    length = 64
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

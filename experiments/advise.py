@@ -69,13 +69,15 @@ def _advise(config: RunConfig) -> int:
         )
     data, held_out = open_prepared(config.data)
     cells = json.loads(MAP.read_text(encoding="utf-8"))
-    V, tokens = data.manifest.vocab_size, data.manifest.valid_tokens
+    V = data.manifest.vocab_size
+    tokens = data.manifest.valid_tokens
     if find_nearest_cell(cells["rows"], MapPosition(V, tokens / V, 0)) is None:  # with any costs
         print(advise_off_map(cells["rows"], V, tokens / V))
         return ExitCode.DONE
     name, text = next(((n, rows) for n, rows in held_out.items() if len(rows)), ("training data", data))
     print(f"reading {POSITIONS:,} tokens of {name} with the model", file=sys.stderr, flush=True)
-    fit, cost = measure_recipe_fit(config, text), config.objective.cost
+    fit = measure_recipe_fit(config, text)
+    cost = config.objective.cost
     largest = max(row["V"] for row in cells["rows"])
     position = MapPosition(V, tokens / V, find_share(fit, min(V, largest)))
     begins = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
@@ -165,7 +167,8 @@ def measure_recipe_fit(config: RunConfig, text: TokenDataset) -> float:
 
 def _predict(model: Any, text: TokenDataset) -> tuple[Tensor, Tensor]:
     """Return a model's distributions [n, V] and the targets [n] at the first n <= POSITIONS positions."""
-    probabilities, targets = [], []
+    probabilities = []
+    targets = []
     for row in range(len(text)):
         arrays = {key: torch.from_numpy(array) for key, array in text.batch(np.array([row])).items()}
         inputs = {key: arrays[key].to(model.device) for key in ("input_ids", "position_ids")}
@@ -182,7 +185,9 @@ def _predict(model: Any, text: TokenDataset) -> tuple[Tensor, Tensor]:
 
 def measure_cost_fit(q: Tensor, targets: Tensor, costs: Callable[[Tensor], Tensor]) -> float:
     """Return 1 - sum D / sum D' of distributions q [n, V] at targets [n]. costs: rows [u, V] of tokens."""
-    mean, distances, spread = q.mean(0), 0.0, 0.0
+    mean = q.mean(0)
+    distances = 0.0
+    spread = 0.0
     for rows, tokens in zip(q.split(64), targets.split(64), strict=True):
         c = costs(tokens)
         at_target = rows.gather(1, tokens[:, None])[:, 0]
@@ -203,7 +208,8 @@ def find_share(fit: float, V: int) -> float:
 
 def compute_truth_fit(truth: bigram.Truth) -> float:
     """Return the expected `measure_cost_fit` if the model equals the truth."""
-    costs, mean = CostOperator(truth.embedding), truth.contexts @ truth.rows
+    costs = CostOperator(truth.embedding)
+    mean = truth.contexts @ truth.rows
     distances = truth.contexts @ (truth.rows * costs.apply(truth.rows)).sum(-1)
     confused = truth.rows * (1 - truth.rows)  # P_xy (1 - P_xy), summed over contexts below
     spread = truth.contexts @ confused @ (costs.apply(mean[None])[0] / (1 - mean))

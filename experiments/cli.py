@@ -76,7 +76,8 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
 
 def _plan(sweep: Sweep, jobs: int) -> None:
     """Print the runs, how many are done, and the estimated time of the others."""
-    experiment, choose = sweep.experiment, sweep.experiment.choose
+    experiment = sweep.experiment
+    choose = sweep.experiment.choose
     tasks = sweep.tasks()
     done = [task for task in tasks if task.done]
     left = len(tasks) - len(done)

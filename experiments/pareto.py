@@ -28,10 +28,12 @@ def front_gap(points: Iterable[Point], baseline: Iterable[Point]) -> float:
 
     This is the area between the polylines divided by the width of the range. NaN without a common range.
     """
-    ours, reference = pareto_front(points), pareto_front(baseline)
+    ours = pareto_front(points)
+    reference = pareto_front(baseline)
     if not ours or not reference:
         return math.nan
-    low, high = max(ours[0][0], reference[0][0]), min(ours[-1][0], reference[-1][0])
+    low = max(ours[0][0], reference[0][0])
+    high = min(ours[-1][0], reference[-1][0])
     if not low < high:
         return math.nan
     corners = {low, high, *(x for x, _ in (*ours, *reference) if low < x < high)}

@@ -24,7 +24,8 @@ from emo.common.io.files import write_text
 from emo.pipeline.loss import Objective, get_objective
 from emo.pipeline.loss.objectives import BUILT_IN, LogitRows, claimed_gradient, compute_scalars
 
-OTHERS, STORED = 9, 0.5
+OTHERS = 9
+STORED = 0.5
 COLUMNS = 5  # panels in a row
 PROBABILITIES = (0.001, 0.99)  # of the target, in the table
 

@@ -44,10 +44,13 @@ def steps() -> list[tuple[str, list[list[str]]]]:
     """Return the title and commands of each step. The commands of a step run in parallel."""
     emo = [str(BIN / "python"), "-m", "emo"]
     train = [str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--"]
-    pretrain, adapt = str(RECIPES / "quickstart-pretrain.yaml"), str(RECIPES / "quickstart-continue.yaml")
-    tasks, results = str(RUN / "tasks"), str(RUN / "results")
+    pretrain = str(RECIPES / "quickstart-pretrain.yaml")
+    adapt = str(RECIPES / "quickstart-continue.yaml")
+    tasks = str(RUN / "tasks")
+    results = str(RUN / "results")
     runs = {"base": "pretrain", "mle": "mle", "emo": "emo"}
-    evaluate, generate = [], []
+    evaluate = []
+    generate = []
     for name, run in runs.items():
         model = ["--model", str(RUN / run / "export"), "--name", name, "--output_path", results]
         evaluate.append([*emo, "eval", *model, "--tasks", "all", "--data", tasks])

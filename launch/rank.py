@@ -86,7 +86,8 @@ def _train(watch: Watch, argv: list[str] | None) -> int:
             from emo.pipeline.engine.start import start_world
             from emo.pipeline.trainer import Outcome, Trainer
 
-        started, finished = time.perf_counter(), False
+        started = time.perf_counter()
+        finished = False
         ranks.record_collectives(config.output_dir)
         world = start_world()
         watch.enter_group()

@@ -201,7 +201,8 @@ def _report(args: argparse.Namespace) -> int:
     from .report.page import build_run_report
     from .report.runs import read_runs, regressions
 
-    runs, names = read_runs(args.runs), args.fail_on_regression
+    runs = read_runs(args.runs)
+    names = args.fail_on_regression
     verdicts = regressions(runs, [] if names is None else names.split(","))
     out = args.output_path or str(runs[0].path)
     page = build_run_report(runs, args.over, folder_of(out).absolute())

@@ -118,7 +118,8 @@ class Trainer:
             return Outcome.FINISHED
         self.lock = RunLock(self.config.output_dir, self.world.is_main)
         self.launch = Launch(self.config.output_dir, self.console, self.world.is_main)
-        ended, opened = "failed", False
+        ended = "failed"
+        opened = False
         try:
             self.open_run()
             opened = True
@@ -180,7 +181,9 @@ class Trainer:
 
     def set_up(self) -> Saved | None:
         """Load losses, checkpoint, model and engine. Return the checkpoint that the run resumes from."""
-        config, world, plan = self.config, self.world, self.plan
+        config = self.config
+        world = self.world
+        plan = self.plan
         self.stop = StopRequest(config.output_dir, config.train.max_minutes, self.watch)
         vocab_size = plan.hf_config.get_text_config().vocab_size
         self.losses = raise_on_all_ranks(lambda: load_losses(config, plan.objective, vocab_size))
@@ -223,7 +226,8 @@ class Trainer:
 
     def _build_engine(self, saved: Saved | None) -> None:
         """Build the model, its teacher and its engine, ready to load `saved`."""
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         ds_config = self.plan.ds_config
         if saved is not None:
             source = choose_source(saved, world.ranks, ds_config["optimizer"]["type"])
@@ -268,7 +272,10 @@ class Trainer:
 
     def start(self, saved: Saved | None) -> None:
         """Claim the run directory and create everything that works next to the loop."""
-        config, world, plan, state = self.config, self.world, self.plan, self.state
+        config = self.config
+        world = self.world
+        plan = self.plan
+        state = self.state
         hosts = gather_objects(node_name())  # by rank
         run_on_main(world, lambda: identity.claim_run_dir(config, self.identity))
         predicted = predict_step(config, plan, device_name())
@@ -281,7 +288,9 @@ class Trainer:
             hosts=hosts if world.ranks > 1 else (),
             peak_share=None if predicted is None else predicted.peak_share,
         )
-        main, window, train = world.is_main, progress.get(Metrics.name), config.train
+        main = world.is_main
+        window = progress.get(Metrics.name)
+        train = config.train
         self.metrics = raise_on_all_ranks(lambda: Metrics(config, state, main, facts, self.console, window))
         guard = Guard(config.output_dir, train, main, plan.data.provenance, progress.get(Guard.name))
         self.components = (
@@ -394,7 +403,8 @@ class Trainer:
     def finish(self, outcome: Outcome) -> None:
         """Wait for the last checkpoint; export the model of a run that is finished."""
         finished = outcome is Outcome.FINISHED
-        step, tokens = self.state.step, self.state.tokens
+        step = self.state.step
+        tokens = self.state.tokens
         self.loader.close()
         activity = self.lock.activity("exporting" if finished else "saving")
         with activity, longer_timeout(self.config.train.timeout_minutes, self.saver.group):

@@ -306,7 +306,8 @@ def _find_hidden_errors(cls: type[Section], tree: Any, error: ValidationError) -
 
 def _located(cls: type[Section], location: Sequence[int | str]) -> tuple[type[Section], Sequence[int | str]]:
     """Return the innermost section on a path, and the path up to its last known part."""
-    current, known = cls, 0
+    current = cls
+    known = 0
     for number, part in enumerate(location, 1):
         field = current.model_fields.get(part) if isinstance(part, str) else None
         if field is not None or isinstance(part, int):
@@ -318,7 +319,8 @@ def _located(cls: type[Section], location: Sequence[int | str]) -> tuple[type[Se
 def _convert_error(cls: type[Section], problem: Mapping[str, Any], where: str) -> UserError:
     """Convert an error of pydantic."""
     path = ".".join(str(part) for part in (where, *problem["loc"]) if part != "")
-    value, message = problem["input"], problem["msg"].removeprefix("Value error, ")
+    value = problem["input"]
+    message = problem["msg"].removeprefix("Value error, ")
     in_recipe = path.split(".")[0] in KEYS or set(KEYS) <= cls.model_fields.keys()
     if problem["type"] == "extra_forbidden":
         *parents, key = problem["loc"]

@@ -60,7 +60,9 @@ class Lease:
         self, directory: Path, name: str, seconds: float = SECONDS, every: float | None = None
     ) -> None:
         """seconds: until an unrenewed lease expires. every: seconds between renewals."""
-        self.directory, self.name, self.seconds = directory, name, seconds
+        self.directory = directory
+        self.name = name
+        self.seconds = seconds
         self.every = every or seconds / 4
         self.path: Path | None = None
         self._stop = threading.Event()

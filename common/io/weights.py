@@ -18,7 +18,9 @@ from ..errors import UserError, one_line
 from .untrusted import is_plain_name, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is used; each may be sharded
-CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+ADAPTER = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"  # the adapter file that transformers reads next to a model
 # Names of the longest sequence in most configurations, those of GPT-2, of MPT and DBRX, and others.
 CONTEXT_KEYS = ["max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"]

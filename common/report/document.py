@@ -122,7 +122,8 @@ class ReportSection:
 
     def __init__(self, title: str, *blocks: Block, page_only: bool = False) -> None:
         """page_only: leave the section out of Markdown."""
-        self.title, self.page_only = title, page_only
+        self.title = title
+        self.page_only = page_only
         self.blocks = [block for block in blocks if block]
 
     def __bool__(self) -> bool:

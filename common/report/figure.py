@@ -111,7 +111,8 @@ class Curves:
             variable, marker, dash = style(curve.series)
             paint = colour(variable)
             size = -(-len(curve.points) // (MAX_POINTS if curve.series is not None else MAX_POINTS // 4))
-            points, band = curve.points, curve.band
+            points = curve.points
+            band = curve.band
             if size > 1 and not band:
                 points, band = _average(points, size)
             if points:

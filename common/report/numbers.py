@@ -78,7 +78,8 @@ def _describe_effect(effect: Effect, unit: str, form: str, is_first: bool) -> st
     if direction:  # the verb expresses the sign
         low, high = sorted((direction * low, direction * high))
     signed = form if direction else form.replace("{:", "{:+")
-    size, limits = formatted((direction or 1) * value, signed), format_interval(low, high, signed)
+    size = formatted((direction or 1) * value, signed)
+    limits = format_interval(low, high, signed)
     interval = f"{'95 % interval ' if is_first else ''}{limits}" if limits else "without an interval"
     detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
     return f"{label} {VERBS[direction][0]} {detail}"

@@ -78,7 +78,8 @@ class RefusedError(Exception):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
 
 def read_template(

@@ -93,7 +93,8 @@ class ChatWriter:
     """Writes chats as examples by one template, and remembers what it learned about the template."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self.template, self.renderer = template, Renderer(template)
+        self.template = template
+        self.renderer = Renderer(template)
         self._last_read: tuple[Chat, list[Message], Any] | None = (
             None  # the last chat, its messages and tools
         )
@@ -121,7 +122,8 @@ class ChatWriter:
     def _try_forms(self, chat: Chat, function: Callable[[list[Message], Any], Any]) -> Any:
         """Return the result of a function of messages and tools for the first form of calls it accepts."""
         if self._last_read is None or self._last_read[0] is not chat:  # each chat is read twice
-            self._last_read, self._last_seen = (chat, *self._read(chat)), None
+            self._last_read = (chat, *self._read(chat))
+            self._last_seen = None
         _, messages, tools = self._last_read
         has_calls = any(message.get("tool_calls") for message in messages)
         refused = None
@@ -255,7 +257,8 @@ class ChatWriter:
 
         Only white space or an open thinking tag at the end of the prompt may differ.
         """
-        common, opened = len(_common_prefix(prompt, text)), OPEN_TAG.search(prompt)
+        common = len(_common_prefix(prompt, text))
+        opened = OPEN_TAG.search(prompt)
         start = opened.start() if opened and common < opened.end(1) else len(prompt.rstrip())
         if common < start:
             if reasoning_of(message) and EMPTY_THINKING.search(prompt, common - len("<think>")):
@@ -394,7 +397,8 @@ class ChatWriter:
         self, messages: list[Message], tools: Any, examples: list[ChatExample]
     ) -> tuple[SignedChat | None, set[int]]:
         """Return a chat with signs, and the signs in its examples. None if nothing can be missing."""
-        signed, seen = SignedChat(messages, tools), set[int]()
+        signed = SignedChat(messages, tools)
+        seen = set[int]()
         indices = assistant_indices(messages)
         for example in reversed(examples):
             part = signed.messages[: indices[example.answers[-1].number] + 1]

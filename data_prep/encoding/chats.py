@@ -76,7 +76,9 @@ class ChatEncoder:
         for example in self.writer.examples(chat):
             ids: list[int] = []
             supervised = []
-            done, end = 0, ""  # the end of the encoded text, and the special token before it
+            # the end of the encoded text, and the special token before it
+            done = 0
+            end = ""
             for number, answer in enumerate(example.answers, 1):
                 # Some tokenizers add a space after a special token, so it is encoded with the context.
                 context = self._encode_stretch(end + example.text[done : answer.start], self._beginning).ids
@@ -91,7 +93,8 @@ class ChatEncoder:
                     supervised = []
                     continue
                 ids = prompt + stretch.ids
-                done, end = answer.stop, self.writer.template.last(example.text[: answer.stop])
+                done = answer.stop
+                end = self.writer.template.last(example.text[: answer.stop])
             encoded.append((ids, np.array(supervised, np.int64)))
         return encoded
 

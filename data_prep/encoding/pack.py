@@ -32,7 +32,8 @@ class BlockPacker:
     """
 
     def __init__(self, block: int, domain: int = 0) -> None:
-        self.block, self.domain = block, domain
+        self.block = block
+        self.domain = domain
         self._ids = np.zeros(0, np.uint16)
         self._lengths = np.zeros(0, np.int64)
         self._sources = np.zeros(0, np.uint64)
@@ -120,7 +121,8 @@ def packed_rows(
     for begin in range(0, len(bins), ROWS):
         counts = np.array([len(members) for members in bins[begin : begin + ROWS]])
         members = np.concatenate(bins[begin : begin + ROWS])
-        sizes, row = lengths[members], np.repeat(np.arange(len(counts)), counts)
+        sizes = lengths[members]
+        row = np.repeat(np.arange(len(counts)), counts)
         tokens = np.bincount(row, sizes).astype(np.int64)
         offsets = np.cumsum(sizes) - sizes - (np.cumsum(tokens) - tokens)[row]  # in their rows
         supervised = [spans[member] for member in members]

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from .chat_templates import THINK
 
-FIRST, MAX_SIGNS = 0x100000, 0xFFF0  # the first sign, and the largest number of signs
+# the first sign, and the largest number of signs
+FIRST = 0x100000
+MAX_SIGNS = 0xFFF0
 SIGN = re.compile(f"[{chr(FIRST)}-{chr(FIRST + MAX_SIGNS)}]")
 TAGS = re.compile(rf"{THINK}|</?tool_response>")  # templates look for these at the ends of a content
 STEERING = ("role", "type", "id", "tool_call_id", "index")  # keys whose values control a template
@@ -42,10 +44,13 @@ class SignedChat:
 
     def _sign_content(self, text: str, owner: int, field: str) -> str:
         """Return a content with signs around each stretch between thinking tags."""
-        parts, done, inside = [], 0, False
+        parts = []
+        done = 0
+        inside = False
         for tag in TAGS.finditer(text):
             parts += [self._sign_text(text[done : tag.start()], owner, INSIDE if inside else field), tag[0]]
-            done, inside = tag.end(), re.fullmatch(THINK, tag[0]) is not None and "/" not in tag[0]
+            done = tag.end()
+            inside = re.fullmatch(THINK, tag[0]) is not None and "/" not in tag[0]
         return "".join(parts) + self._sign_text(text[done:], owner, field)
 
     def _sign_call(self, value: Any, owner: int, field: str = "tool_calls") -> Any:
@@ -117,7 +122,8 @@ class SignedText:
         first = self._first.get(index)
         if not first:
             return None
-        low, high = min(first.values()), max(first.values())
+        low = min(first.values())
+        high = max(first.values())
         if any(self._fields[sign][0] != index for sign in self._order[low - 1 : high]):
             return None  # another message is written in the middle of it
         at = self._at

@@ -57,7 +57,8 @@ def render(conversation: Conversation, template: str) -> list[Turn]:
 
     In alpaca a system message replaces the preface, and later turns have no preface.
     """
-    turns, system = [], conversation.system
+    turns = []
+    system = conversation.system
     for i, (prompt, response, context) in enumerate(conversation.exchanges):
         if template == "alpaca":
             preface = system or (_ALPACA_INPUT if context else _ALPACA_PLAIN)

@@ -33,7 +33,11 @@ FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *
 CHAT_TEMPLATE = "chat_template.jinja"  # in older tokenizers it is in tokenizer_config.json
 FILE_BYTES = 256 << 20  # largest file of a tokenizer. The largest published ones have 35 MB
 MAX_IDS = 1 << 24
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
+# types of sentencepiece pieces
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+BYTE = 6
 # Settings of a tokenizer that do not change the ids of a text, and a check of their values.
 NEUTRAL_SETTINGS: dict[str, Callable[[Any], bool]] = {
     "padding_side": ("left", "right").__contains__,
@@ -281,7 +285,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
 
 def chat_template(directory: Path) -> str | None:
     """Return the (default) chat template of the tokenizer in a directory. Raises UserError."""
-    file, config = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
+    file = directory / CHAT_TEMPLATE
+    config = directory / "tokenizer_config.json"
     try:
         if file.is_file():
             return file.read_text(encoding="utf-8")
@@ -378,7 +383,8 @@ def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> 
     current = [[str(backend.id_to_token(number)) for number in ids] for ids in added_ids(backend)]
     wanted = []
     for kind, added in zip(("bos", "eos"), current, strict=True):
-        flag, token = settings.get(f"add_{kind}_token"), names.get(f"{kind}_token", "")
+        flag = settings.get(f"add_{kind}_token")
+        token = names.get(f"{kind}_token", "")
         if flag is True and not added and backend.token_to_id(token) is not None:
             added = [token]
         if flag not in (None, False) and not (flag is True and added):
@@ -392,7 +398,8 @@ def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> 
 def _set_added(backend: Tokenizer, start: list[str], end: list[str]) -> None:
     """Make a tokenizer add these tokens before and after every text."""
     special: Any = [(token, backend.token_to_id(token)) for token in dict.fromkeys((*start, *end))]
-    single, pair = [*start, "$A", *end], [*start, "$A", "$B", *end]
+    single = [*start, "$A", *end]
+    pair = [*start, "$A", "$B", *end]
     backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
 
 
@@ -403,7 +410,8 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     content = file.read_bytes()
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     model.ParseFromString(content)
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    trainer = model.trainer_spec
+    normalizer = model.normalizer_spec
     odd = {p.type for p in model.pieces} - {NORMAL, UNKNOWN, CONTROL, BYTE}
     rewrites = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
     if trainer.model_type != trainer.BPE or rewrites or odd or trainer.treat_whitespace_as_suffix:
@@ -417,7 +425,8 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     for i, piece in enumerate(model.pieces):
         text = piece.piece if piece.type == NORMAL else ""
         for cut in range(1, len(text)):
-            left, right = text[:cut], text[cut:]
+            left = text[:cut]
+            right = text[cut:]
             if left in vocab and right in vocab:
                 ranked.append((-piece.score, i, vocab[left], left, right))
     merges = [(left, right) for *_, left, right in sorted(ranked)]

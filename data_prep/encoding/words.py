@@ -54,7 +54,8 @@ class TextEncoder:
     """
 
     def __init__(self, directory: Path, dtype: np.dtype, by_words: bool = True) -> None:
-        self.directory, self.dtype = directory, dtype
+        self.directory = directory
+        self.dtype = dtype
         rule = _rule(_content(directory)) if by_words else None
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
@@ -128,7 +129,8 @@ class WordCache(dict[str, bytes]):
 
     def __init__(self, encode: Callable[[str], bytes], lines: bool = True) -> None:
         """lines: whether words with line breaks inside are cached."""
-        self.encode, self.lines = encode, lines
+        self.encode = encode
+        self.lines = lines
         self.bytes = 0
 
     def __missing__(self, word: str) -> bytes:
@@ -152,7 +154,9 @@ def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
     space after another character, or with a line break next to another character. There every character must
     have ids, if necessary by bytes: unknown characters would be merged across words.
     """
-    model, normalizer, splitter = tree["model"], tree["normalizer"], tree["pre_tokenizer"]
+    model = tree["model"]
+    normalizer = tree["normalizer"]
+    splitter = tree["pre_tokenizer"]
     if model["type"] != "BPE" or not all(token["special"] for token in tree["added_tokens"]):
         return None
     if any(model[key] for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):

@@ -108,7 +108,8 @@ class Finder:
         grams = [words.grams(n) for n in self.grams.lengths.tolist()]
         hashes, text = (np.concatenate(column) for column in zip(*grams, strict=True))
         possible = self.sieve[hashes >> np.uint64(64 - SIEVE_BITS)]
-        hashes, text = hashes[possible], text[possible]
+        hashes = hashes[possible]
+        text = text[possible]
         index = np.searchsorted(self.grams.hashes, hashes)
         index[index == len(self.grams.hashes)] = 0
         same = self.grams.hashes[index] == hashes

@@ -63,8 +63,10 @@ class Words(NamedTuple):
         valid = end <= bounds
         if short and len(valid):
             valid |= np.append(True, self.text[1:] != self.text[:-1])
-        begin, end = np.flatnonzero(valid), np.minimum(end, bounds)[valid]
-        first, last = self.starts[begin], self.starts[end]
+        begin = np.flatnonzero(valid)
+        end = np.minimum(end, bounds)[valid]
+        first = self.starts[begin]
+        last = self.starts[end]
         return (self.prefix[last] - self.prefix[first]) * self.inverses[first], self.text[begin]
 
 
@@ -161,7 +163,10 @@ def end_of_words(text: str, count: int) -> int:
 
     A mark belongs to its letter.
     """
-    end, found, after_space, after_alone = 0, 0, True, False
+    end = 0
+    found = 0
+    after_space = True
+    after_alone = False
     for i, letter in enumerate(text):
         if letter.isspace():
             after_space = True
@@ -174,7 +179,8 @@ def end_of_words(text: str, count: int) -> int:
             found += 1
         if after_space or not is_mark:
             after_alone = alone
-        after_space, end = False, i + 1
+        after_space = False
+        end = i + 1
     return len(text)
 
 

@@ -92,7 +92,8 @@ def near_columns(signed: np.ndarray, usable: np.ndarray, threshold: float) -> di
 
     signed: signatures of the usable rows; usable: bool [rows].
     """
-    keys, before = band_keys(signed, threshold), np.append(0, np.cumsum(usable))
+    keys = band_keys(signed, threshold)
+    before = np.append(0, np.cumsum(usable))
     return {
         "signature": bytes_of(before * signed[:1].nbytes, signed.tobytes()),
         "bands": lists_of(before * keys.shape[1], keys.ravel()),

@@ -64,7 +64,9 @@ class Plan:
         pieces: int64 [pieces, 5], input, start, length, rows, checksum.
         summary: identity and counts of each source, rejected rows by reason, characters of each split.
         """
-        self.path, self.pieces, self.summary = path, pieces, summary
+        self.path = path
+        self.pieces = pieces
+        self.summary = summary
         self.ends = np.cumsum(pieces[:, 3])  # the row after the last of each piece
         with _open_parquet(path) as file:
             self._metadata = file.metadata
@@ -124,7 +126,8 @@ class Plan:
         copies = copies.astype(np.int64)  # the products below are larger than uint16
         passes = min(int(copies.max(initial=0)), MAX_PASSES)
         position = (np.arange(len(rows)) + 0.5) / max(1, len(rows))
-        before, done = np.zeros(len(rows), np.int64), 0
+        before = np.zeros(len(rows), np.int64)
+        done = 0
         for number in range(1, passes + 1):
             due = copies if passes == 1 else np.ceil(number * copies / passes - position).astype(np.int64)
             times = due - before

@@ -58,7 +58,8 @@ COLUMNS = {
 }
 NEAR = {"signature": pa.large_binary(), "bands": pa.list_(pa.uint64())}  # further columns if dedup is near
 BROKEN = [CODE[reason] for reason in STRUCTURE]
-SPLIT_SALT, WEIGHT_SALT = 1, 2
+SPLIT_SALT = 1
+WEIGHT_SALT = 2
 
 Advance = Callable[[int], None]  # gets the bytes that have been read
 
@@ -134,7 +135,8 @@ def divide_into_units(inputs: list[SourceReader]) -> list[Unit]:
                 if limited or size < goal:
                     continue
             add_unit(waiting, size)
-            waiting, size = [], 0
+            waiting = []
+            size = 0
             if each.size > goal and each.cuttable:
                 for begin in range(0, each.size, goal):
                     end = begin + goal if begin + goal < each.size else None
@@ -157,7 +159,10 @@ class Scan:
         chat: the template that must be able to write the rows, if the recipe uses one.
         directory: the directory of the parts.
         """
-        self.config, self.inputs, self.chat, self.directory = config, inputs, chat, directory
+        self.config = config
+        self.inputs = inputs
+        self.chat = chat
+        self.directory = directory
         self.units = divide_into_units(inputs)
         self.parts: dict[int, ScanPart] = {}  # the complete parts seen so far, by number of the unit
         made_with = [settings(config), FORMAT, None if chat is None else chat.digest]
@@ -189,7 +194,8 @@ class Scan:
         """
         start = int(first * len(self.units))
         left = self.units[start:] + self.units[:start]
-        pause, waiting = POLL / 32, False
+        pause = POLL / 32
+        waiting = False
         with (
             WorkerPool(workers, scanner, self.config, self.chat) as pool,
             progress("reading", sum(unit.size for unit in left), say) as advance,
@@ -259,13 +265,16 @@ class Scan:
         left: rows up to the limit of the source, or None. Pieces and facts are added to `note`.
         """
         number, begin, end = stretch
-        reader, messages, beyond = self.inputs[number], 0, left == 0
+        reader = self.inputs[number]
+        messages = 0
+        beyond = left == 0
         fields: Counter[str] = Counter()
         facts: dict[str, Any] = {"columns": [], "columns_not_read": []} if begin == 0 else {}
         pieces = iter(()) if beyond else reader.pieces(begin, end)
         items = ((number, piece, reader.spec, reader.source.weight, reader.split) for piece in pieces)
         for piece in pool.map(items):
-            rows, reasons = piece.rows, numbers_of(piece.rows["reason"])
+            rows = piece.rows
+            reasons = numbers_of(piece.rows["reason"])
             if self.config.strict and np.isin(reasons, BROKEN).any():
                 raise _broken_row_error(reader, piece.extent, self.chat, self.config)
             if left is not None:
@@ -301,7 +310,8 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
             count += batch.num_rows
             if count >= GROUP_ROWS:
                 writer.write_table(pa.Table.from_batches(waiting))
-                waiting, count = [], 0
+                waiting = []
+                count = 0
         if waiting:
             writer.write_table(pa.Table.from_batches(waiting))
         writer.add_key_value_metadata({"note": json.dumps(note)})
@@ -463,5 +473,6 @@ def _count_lines(reader: SourceReader, stop: int) -> int:
     with open_text(reader.path) as stream:
         while stop > 0:
             chunk = stream.read(min(READ_BYTES, stop))
-            count, stop = count + chunk.count(b"\n"), stop - len(chunk)
+            count = count + chunk.count(b"\n")
+            stop = stop - len(chunk)
     return count

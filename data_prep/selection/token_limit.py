@@ -47,7 +47,8 @@ def limit_tokens(
     """
     training = plan.rows(0, config.shards)
     turns = in_turn(np.unique(plan.inputs_of(training.row), return_inverse=True)[1])
-    order, copies = training.row[turns], training.copies[turns].astype(np.int64)
+    order = training.row[turns]
+    copies = training.copies[turns].astype(np.int64)
     selected = _select(config, plan, inputs, workers, order, copies)
     if config.kind == "text":
         quotas = _trim(selected.blocks, selected.surplus) * config.sequence_len
@@ -80,7 +81,9 @@ def _select(
 
     order, copies: int64 [rows], training rows and how often each is used.
     """
-    limit, block, is_text = config.limit_tokens, config.sequence_len, config.kind == "text"
+    limit = config.limit_tokens
+    block = config.sequence_len
+    is_text = config.kind == "text"
     assert limit is not None
     wanted = target = limit // block * block if is_text else limit
     step = max(256, 3 * limit * int(copies.sum()) // max(1, plan.summary["chars"][TRAIN]))
@@ -126,7 +129,8 @@ def _fit_examples(
 
 def _update_counts(plan: Plan, rows: np.ndarray, copies: np.ndarray) -> None:
     """Update the summary of a plan. copies: int64 [rows], 0: the row is beyond the limit."""
-    sources, numbers = plan.summary["sources"], plan.inputs_of(rows)
+    sources = plan.summary["sources"]
+    numbers = plan.inputs_of(rows)
     dropped = np.bincount(numbers[copies == 0], minlength=len(sources)).tolist()
     used = np.bincount(numbers, copies, len(sources)).astype(np.int64).tolist()
     for source, fewer, count in zip(sources, dropped, used, strict=True):

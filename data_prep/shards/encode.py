@@ -103,7 +103,8 @@ class RowEncoder:
         Token ids are unchanged. `name`: the source, for errors.
         """
         written = iter(self.text.encode([text for text in texts if isinstance(text, str)]))
-        size, encoded = self.settings.tokenizer.vocab_size, []
+        size = self.settings.tokenizer.vocab_size
+        encoded = []
         for text in texts:
             if not isinstance(text, TokenIds):
                 encoded.append(self.bos + next(written) + self.eos)
@@ -158,7 +159,8 @@ class RowEncoder:
         responses = iter(self.text.encode([turn.text[turn.start :] for turn in turns], continuing=True))
         fitted = []
         for row, example in zip(conversations, examples, strict=True):
-            ids, spans = bytearray(self.bos), []
+            ids = bytearray(self.bos)
+            spans = []
             for number in range(len(example)):
                 ids += next(prompts)
                 begin = self._count(ids)
@@ -176,7 +178,8 @@ class RowEncoder:
 
     def _fit(self, ids: np.ndarray, spans: np.ndarray, counts: Counter[str]) -> Sequences:
         """Return an example as sequences of at most `block` tokens, each with supervised tokens."""
-        block, policy = self.settings.block, self.settings.overlong
+        block = self.settings.block
+        policy = self.settings.overlong
         if len(ids) <= block:
             return [(ids, spans)]
         counts["overlong"] += 1

@@ -327,7 +327,8 @@ class TokenDataset:
         Padding attends to itself and counts. max_rows: number of evenly spaced rows that are read.
         """
         rows = np.linspace(0, len(self) - 1, min(max_rows, len(self)), dtype=np.int64)
-        squares, width = 0.0, self.manifest.block
+        squares = 0.0
+        width = self.manifest.block
         for row in rows.tolist():
             shard, number = self.locate(row)
             lengths = self._shards[shard].cell("segment_lengths", number).astype(np.float64)

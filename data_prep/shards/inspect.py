@@ -25,8 +25,12 @@ from .format import AGAIN, TokenDataset
 
 SOURCES = 20  # sources with a separate line
 BAR = 40  # characters of the longest bar
-SUPERVISED, CONTEXT, MARK = "bold green", "dim", "bold yellow"
-OPEN, CLOSE = "⟦", "⟧"  # around supervised text without colours
+SUPERVISED = "bold green"
+CONTEXT = "dim"
+MARK = "bold yellow"
+# around supervised text without colours
+OPEN = "⟦"
+CLOSE = "⟧"
 
 
 def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
@@ -68,7 +72,8 @@ def segment(
         decode: returns the text of ids.
         colours: whether the terminal has colours.
     """
-    text, before = Text(), ""
+    text = Text()
+    before = ""
     for stop in [*(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]:
         # Decoding from the start of the segment keeps spaces and split characters correct.
         decoded = printable(decode(ids[:stop].tolist()))
@@ -126,7 +131,8 @@ def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
     table = Table("tokens", "segments", "", title="segment lengths")
     powers = np.ceil(np.log2(np.maximum(data.segment_lengths(), 1))).astype(int)
     for power, count in zip(*np.unique(powers, return_counts=True), strict=True):
-        low, high = (1 << power >> 1) + 1, 1 << power
+        low = (1 << power >> 1) + 1
+        high = 1 << power
         bar = "█" * max(1, round(BAR * count / np.bincount(powers).max()))
         table.add_row(f"{min(low, high):,} to {high:,}", f"{count:,}", bar)
     yield table

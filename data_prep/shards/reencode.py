@@ -42,7 +42,8 @@ class PlainEncoder:
     """Encodes texts with the tokenizers library alone."""
 
     def __init__(self, backend: Tokenizer, facts: TokenizerFacts) -> None:
-        self.backend, self.facts = backend, facts
+        self.backend = backend
+        self.facts = facts
         backend.no_padding()
         backend.no_truncation()
         self.bos = facts.start
@@ -99,7 +100,8 @@ def _without_prefix(part: Any, empty: Any) -> Any:
 
 def sample(part: ShardPart) -> list[Sampled]:
     """Return rows of a part to encode again: ROWS of a shard's first part, one of parts 1, 2, 4, 8 ..."""
-    used, number = np.flatnonzero(part.copies), part.number
+    used = np.flatnonzero(part.copies)
+    number = part.number
     if number & (number - 1) or not len(used):
         return []
     chosen = np.unique(used[(part.check + np.arange(1 if number else ROWS) * len(used) // ROWS) % len(used)])
@@ -114,7 +116,8 @@ class ShardCheck:
     """Compares some rows of a shard with its file."""
 
     def __init__(self, plain: PlainEncoder, config: DataConfig, chat: ChatTemplate | None) -> None:
-        self.plain, self.config = plain, config
+        self.plain = plain
+        self.config = config
         self.chat = None if chat is None else ChatWriter(chat)
         self._texts: list[tuple[int, int, int, str | TokenIds]] = []  # domain, first token, tokens
         self._examples: list[tuple[int, Tokens]] = []
@@ -178,7 +181,8 @@ class ShardCheck:
         return (len(ids) == count and written == ids[: len(written)]) or self.plain.unsure(text)
 
     def _conversation(self, row: Conversation) -> Tokens:
-        ids, spans = [*self.plain.bos], []
+        ids = [*self.plain.bos]
+        spans = []
         for number, turn in enumerate(render(row, self.config.template)):
             ids += self.plain.ids(turn.text[: turn.start])
             begin = len(ids)
@@ -193,7 +197,8 @@ class ShardCheck:
         for text, answers in self.chat.examples(row, exact=True):
             ids: list[int] = []
             spans = []
-            done, end = 0, ""
+            done = 0
+            end = ""
             for number, answer in enumerate(answers, 1):
                 context = self.plain.ids(end + text[done : answer.start], markup=True)
                 response = text[answer.start : answer.stop]
@@ -208,13 +213,15 @@ class ShardCheck:
                     spans = []
                     continue
                 ids = example
-                done, end = answer.stop, self.chat.template.last(text[: answer.stop])
+                done = answer.stop
+                end = self.chat.template.last(text[: answer.stop])
             examples.append((ids, spans))
         return examples
 
     def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Tokens]:
         """Return the sequences of an example after data.overlong."""
-        block, overlong = self.config.sequence_len, self.config.overlong
+        block = self.config.sequence_len
+        overlong = self.config.overlong
         if len(ids) > block and overlong == "drop":
             return []
         pieces = []
@@ -257,13 +264,15 @@ def reencode_documents(shard: Shard, manifest: Manifest, plain: PlainEncoder) ->
     sources = json.dumps(manifest.config.get("sources")) + json.dumps(manifest.config.get("validation"))
     if '"format": "tokens"' in sources or by_chat_template(manifest.template or ""):
         return
-    split, bos = manifest.config.get("overlong") == "split", plain.bos
+    split = manifest.config.get("overlong") == "split"
+    bos = plain.bos
     rows = np.linspace(0, len(shard.valid), DOCUMENTS, endpoint=False).astype(np.int64)
     for row in np.unique(rows).tolist() if len(shard.valid) else ():
         for later in range(row, len(shard.valid)):
             tokens, segments, *spans = (column.tolist() for column in shard.row(later))
             start = len(tokens) - segments[-1]
-            begins, is_first = tokens[start : start + len(bos)] == bos, bool(start or later == 0)
+            begins = tokens[start : start + len(bos)] == bos
+            is_first = bool(start or later == 0)
             if not begins and is_first and not split:
                 yield False  # every document and example begins with BOS
                 break
@@ -281,7 +290,8 @@ def _beginning(tokens: list[int], start: int, spans: list[list[int]], plain: Pla
     if not spans:
         return [([], tokens[first : len(tokens) - complete], complete)]
     begin, stop = next((a, b) for a, b in zip(spans[0][::2], spans[0][1::2], strict=True) if a >= start)
-    prompt, complete = tokens[first:begin], tokens[stop - 1] == plain.eos[0]
+    prompt = tokens[first:begin]
+    complete = tokens[stop - 1] == plain.eos[0]
     if plain.eos[0] in prompt or len(prompt) > MAX_TOKENS:
         return []  # an earlier answer is not supervised, or the prompt is too long
     return [([], prompt, True), (prompt, tokens[begin : stop - complete], complete)]
@@ -295,7 +305,8 @@ def _has_own_ids(plain: PlainEncoder, before: list[int], ids: list[int], complet
 
     before: the ids before the text. complete: whether the text ends with the last id.
     """
-    complete, ids = complete and len(ids) <= MAX_TOKENS, ids[:MAX_TOKENS]
+    complete = complete and len(ids) <= MAX_TOKENS
+    ids = ids[:MAX_TOKENS]
     settled = len(ids) if complete else max(0, len(ids) - MARGIN)
     if not plain.specials.keys().isdisjoint(ids):
         return None

@@ -25,7 +25,10 @@ from emo.common.io.untrusted import numpy_value_errors, read_json
 
 from .format import TokenDataset
 
-SCORES, ABOUT, BEGUN, HASH = "scores", "scores.json", "begun.json", ".sha256"
+SCORES = "scores"
+ABOUT = "scores.json"
+BEGUN = "begun.json"
+HASH = ".sha256"
 FORMAT = 1
 AGAIN = "run: emo score RECIPE --model MODEL"
 

@@ -59,7 +59,8 @@ def data_sets(directory: Path) -> list[Path]:
 
 def verify(directory: Path) -> tuple[list[str], list[str]]:
     """Return a line for each correct data set, and a line for each fault."""
-    correct, faults = [], []
+    correct = []
+    faults = []
     for split in data_sets(directory):
         found: list[str] = []
         reencoded = 0
@@ -151,7 +152,8 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
 
 def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     """Yield differences of a manifest from its shards, its settings, its plan and its digest."""
-    file, settings = directory / MANIFEST, manifest.config
+    file = directory / MANIFEST
+    settings = manifest.config
     for domain in manifest.domains:
         parts = totals(o for info in manifest.shards for o in info.domains if o.name == domain.name)
         yield from _unequal(file, domain, parts)
@@ -186,7 +188,8 @@ def _unequal(file: Path, record: Any, expected: dict[str, Any]) -> Iterator[str]
     """Yield a fault for every field of a record with an unexpected value."""
     for name, value in expected.items():
         if (recorded := getattr(record, name)) != value:
-            recorded, actual = one_line(str(recorded), 80), one_line(str(value), 80)
+            recorded = one_line(str(recorded), 80)
+            actual = one_line(str(value), 80)
             yield f"{file} has {name} {recorded} instead of {actual}: it was edited, or is of other data"
 
 

@@ -36,7 +36,9 @@ from .format import (
 )
 from .reencode import ShardCheck
 
-SETTINGS, PLAN, TOKENIZER = "settings.json", "plan.parquet", "tokenizer"
+SETTINGS = "settings.json"
+PLAN = "plan.parquet"
+TOKENIZER = "tokenizer"
 TOOL = f"data_prep {FORMAT}"
 BATCH_ROWS = 1024  # rows of an Arrow record batch
 COUNTED = ("rows", "tokens", "valid_tokens", "segments")  # counted for each domain
@@ -46,7 +48,10 @@ class ShardWriter:
     """Writes packed rows to one shard file."""
 
     def __init__(self, file: IO[bytes], kind: str, dtype: np.dtype, domains: tuple[str, ...]) -> None:
-        self._file, self._kind, self._dtype, self._domains = file, kind, dtype, domains
+        self._file = file
+        self._kind = kind
+        self._dtype = dtype
+        self._domains = domains
         self._schema = schema(kind, dtype)
         self._stream = pa.ipc.new_stream(file, self._schema)
         self._waiting: list[pa.RecordBatch] = []
@@ -152,7 +157,8 @@ def write_shard(
         check: compares sampled rows.
         quota: most tokens of a text shard, in complete blocks.
     """
-    name, domains = shard_name(index, config.shards), config.domains_of(directory.name)
+    name = shard_name(index, config.shards)
+    domains = config.domains_of(directory.name)
     counts: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     overlap: set[int] = set()
@@ -329,7 +335,8 @@ def describe_columns(summary: dict[str, Any]) -> list[str]:
 
 def describe_left_out(summary: dict[str, Any]) -> list[str]:
     """Return phrases for the user about rows and messages of the sources that are not used."""
-    lost, rejected = [], summary["rejected"]
+    lost = []
+    rejected = summary["rejected"]
     if rejected:
         reasons = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in rejected.items())
         lost.append(f"{counted(sum(rejected.values()), 'row')} ({reasons})")
@@ -349,7 +356,8 @@ def describe_losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> l
 
     infos: the notes of the existing shards.
     """
-    lines, domains = [], config.domains_of(split)
+    lines = []
+    domains = config.domains_of(split)
     counts = sum((Counter(info.counts) for info in infos), Counter())
     if overlong := counts["overlong"]:
         kinds = ("truncated", "split", "dropped", "without_response")

@@ -22,11 +22,14 @@ class RemoteFile:
     """A file at an address, with the parts of Path's interface that readers use."""
 
     def __init__(self, address: str, system: Any, path: str, info: dict[str, Any]) -> None:
-        self.address, self._system, self._path = address, system, path
+        self.address = address
+        self._system = system
+        self._path = path
         self.size: int = info.get("size") or 0
         self._listed = _state(info)
         name = PurePosixPath(urlsplit(address).path if address.startswith(WEB) else address)
-        self.suffix, self.stem = name.suffix, name.stem
+        self.suffix = name.suffix
+        self.stem = name.stem
 
     def __str__(self) -> str:
         return self.address
@@ -51,7 +54,9 @@ class _Stream(io.RawIOBase):
     """A file of fsspec that raises UserError and FailureError."""
 
     def __init__(self, file: Any, address: str, seekable: bool) -> None:
-        self._file, self._address, self._seekable = file, address, seekable
+        self._file = file
+        self._address = address
+        self._seekable = seekable
         self._at = 0
 
     def readable(self) -> bool:

@@ -68,7 +68,8 @@ def _read_messages(row: dict[str, Any], spec: RowSpec) -> list[Message] | None:
 
 def _prompt_and_completion(row: dict[str, Any], spec: RowSpec) -> tuple[str, str] | None:
     """Return the columns of a prompt and its completion if both are lists of messages, as in TRL."""
-    prompt, completion = spec.find(row, "instruction"), spec.find(row, "output")
+    prompt = spec.find(row, "instruction")
+    completion = spec.find(row, "output")
     if prompt is None or completion is None:
         return None
     both_lists = isinstance(row[prompt], list) and isinstance(row[completion], list)
@@ -77,7 +78,8 @@ def _prompt_and_completion(row: dict[str, Any], spec: RowSpec) -> tuple[str, str
 
 def _pop_preface(messages: list[Message], row: dict[str, Any], spec: RowSpec) -> tuple[str, str]:
     """Remove the system message from the messages. Return its role, and its text with the system column."""
-    name, role = spec.find(row, "system"), "system"
+    name = spec.find(row, "system")
+    role = "system"
     preface = row[name] or "" if name is not None else ""
     if not isinstance(preface, str):
         raise wrong_type(str(name), preface)
@@ -138,13 +140,15 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     """Return a message. `where` is its position in the row, for errors."""
     if not isinstance(message, dict):
         raise wrong_type(where, message, "an object")
-    roles, contents = spec.names("role"), spec.names("content")
+    roles = spec.names("role")
+    contents = spec.names("content")
     role, content = (message.get(first_present(message, names) or "") for names in (roles, contents))
     keys = (*roles, *contents, *LOSS_KEYS)
     extra = {k: v for k, v in message.items() if k not in keys and v is not None} if spec.chat else {}
     call = extra.pop("function_call", None)  # OpenAI's older form, and ShareGPT's as a role
     if role == "function_call" and spec.chat:
-        call, content = _parse_json(content), None
+        call = _parse_json(content)
+        content = None
     if call is not None:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
             raise wrong_type(f"{where} (function_call)", call, "an object with name and arguments")

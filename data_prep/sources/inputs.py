@@ -95,7 +95,8 @@ def expand_braces(pattern: str) -> list[str]:
     match = re.search(r"\{([^{}]*,[^{}]*)\}", pattern)
     if match is None:
         return [pattern]
-    before, after = pattern[: match.start()], pattern[match.end() :]
+    before = pattern[: match.start()]
+    after = pattern[match.end() :]
     return [each for choice in match[1].split(",") for each in expand_braces(f"{before}{choice}{after}")]
 
 
@@ -108,7 +109,8 @@ def _find_matches(pattern: str, root: Path) -> list[tuple[Path, str]]:
     pattern = str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern
     if not os.path.lexists(root / pattern) and len(alternatives := expand_braces(pattern)) > 1:
         return [match for each in alternatives for match in _find_matches(each, root)]
-    absolute, relative = Path(pattern).is_absolute(), pattern.lstrip("/")
+    absolute = Path(pattern).is_absolute()
+    relative = pattern.lstrip("/")
     base = Path("/") if absolute else root
     try:
         candidates = [base / pattern] if os.path.lexists(base / pattern) else sorted(base.glob(relative))

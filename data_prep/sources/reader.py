@@ -62,7 +62,10 @@ class SourceReader(ABC):
         size: stored bytes, or 0 if unknown.
         path: the file, or the directory of a saved data set.
         """
-        self.source, self.name, self.spec, self.size = source, name, spec, size
+        self.source = source
+        self.name = name
+        self.spec = spec
+        self.size = size
         self.path: Any = path
         self._raw: IO[bytes] | None = None  # the stored bytes, while they are being read
         self.state = file_state(path)  # before anything is read
@@ -109,7 +112,8 @@ class SourceReader(ABC):
         middle is therefore read once, no matter how many shards take rows of it.
         """
         stream: Any = None
-        end, last = 0, None
+        end = 0
+        last = None
         if SourceReader._paused is not None:
             paused, stream, end, last = SourceReader._paused
             SourceReader._paused = None

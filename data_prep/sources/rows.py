@@ -185,9 +185,11 @@ def _judge(row: Row, spec: RowSpec) -> JudgedRow:
         raise RowError("empty")
     text = plain_text(row)
     try:
-        content, valid = text.encode(), True
+        content = text.encode()
+        valid = True
     except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
-        content, valid = text.encode("utf-8", "surrogatepass"), False
+        content = text.encode("utf-8", "surrogatepass")
+        valid = False
     if not isinstance(row, TokenIds):
         if len(text) > spec.max_chars:
             raise RowError("too_long")

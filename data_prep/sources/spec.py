@@ -38,7 +38,8 @@ NAMES = {  # each part of a row, as `columns` of a recipe names it, and the colu
     "content": ("content", "value"),
 }
 TOKEN_COLUMNS = ("ids", "input_ids")
-TEXT_COLUMNS, CHAT_COLUMNS = NAMES["text"], NAMES["messages"]
+TEXT_COLUMNS = NAMES["text"]
+CHAT_COLUMNS = NAMES["messages"]
 
 
 class RowSpec(NamedTuple):

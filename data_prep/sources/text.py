@@ -82,7 +82,9 @@ def cut_pieces(chunks: Iterable[bytes], spec: RowSpec, start: int) -> Iterator[t
 
     A row that is too long for data.max_chars in any encoding has no payload.
     """
-    buffer, skipped, limit = b"", 0, 4 * spec.max_chars
+    buffer = b""
+    skipped = 0
+    limit = 4 * spec.max_chars
     for chunk in chunks:
         buffer += chunk
         if spec.format == "document" and len(buffer) <= limit:
@@ -90,14 +92,18 @@ def cut_pieces(chunks: Iterable[bytes], spec: RowSpec, start: int) -> Iterator[t
         ends = list(cut_positions(buffer, spec)) if spec.format != "document" else []
         if skipped and ends:  # the too long row ends at the first cut
             yield Extent(start, skipped + ends[0]), None
-            start, buffer = start + skipped + ends[0], buffer[ends[0] :]
-            ends, skipped = [end - ends[0] for end in ends[1:]], 0
+            start = start + skipped + ends[0]
+            buffer = buffer[ends[0] :]
+            ends = [end - ends[0] for end in ends[1:]]
+            skipped = 0
         if ends:
             yield Extent(start, ends[-1]), buffer[: ends[-1]]
-            start, buffer = start + ends[-1], buffer[ends[-1] :]
+            start = start + ends[-1]
+            buffer = buffer[ends[-1] :]
         elif len(buffer) > limit or skipped:
             keep = min(len(buffer), MAX_SEPARATOR)  # a separator may straddle two reads
-            skipped, buffer = skipped + len(buffer) - keep, buffer[-keep:]
+            skipped = skipped + len(buffer) - keep
+            buffer = buffer[-keep:]
     if skipped:
         yield Extent(start, skipped + len(buffer)), None
     elif raw_rows(buffer, spec):

@@ -47,7 +47,8 @@ class Figures:
     @property
     def setting(self) -> str:
         """Description of the settings of the evaluation."""
-        result, compared = self.result, self.result["conditions"]["compared"]
+        result = self.result
+        compared = self.result["conditions"]["compared"]
         text = f"{result['shots']}-shot, demonstrations: {result['retriever']}, prompts: {result['version']}"
         text = f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} wins"
         return f"{text}; {self.lost}" if self.lost else text
@@ -55,7 +56,8 @@ class Figures:
     @property
     def lost(self) -> str:
         """Description of the prompts that were shortened, or ""."""
-        lost, n = self.result["rows_shortened"], len(self.records)
+        lost = self.result["rows_shortened"]
+        n = len(self.records)
         return f"{lost:,} of {n:,} prompts lost demonstrations or text to the context" if lost else ""
 
 
@@ -75,7 +77,8 @@ def read_figures(model: Model) -> list[Figures]:
 
 def _read_task(model: Model, task: str) -> Figures:
     view = model.views[task]
-    result, records = view["result"], model.read_records(task)
+    result = view["result"]
+    records = model.read_records(task)
     outcomes: dict[str, list[bool]] = {}
     for record in records:
         group = record["group"] if result["groups"] else ""
@@ -95,5 +98,6 @@ def _read_task(model: Model, task: str) -> Figures:
 
 
 def _accuracy(correct: list[bool]) -> Accuracy:
-    n, share = len(correct), sum(correct) / len(correct)
+    n = len(correct)
+    share = sum(correct) / len(correct)
     return Accuracy(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, n)

@@ -39,11 +39,13 @@ def describe_all_lost(models: Sequence[Model]) -> str:
     """Return a line on the tasks and models that lost demonstrations to the context, or ""."""
     parts = []
     for task in dict.fromkeys(task for model in models for task in model.results):
-        lost, title = {}, ""
+        lost = {}
+        title = ""
         for model in models:
             with contextlib.suppress(UserError):  # the export of the model reports damaged records
                 if task in model.results:
-                    lost[model.name], title = model.records(task).lost, model.results[task]["title"]
+                    lost[model.name] = model.records(task).lost
+                    title = model.results[task]["title"]
         if any(any(row) for rows in lost.values() for row in rows):
             parts.append(describe_lost(title, lost))
     return f"{'; '.join(parts)}; n-shot is the requested number" if parts else ""
@@ -97,17 +99,21 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
         stderr = "N/A" if accuracy.stderr is None else accuracy.stderr
         numbers = {"name": name, "alias": alias, "sample_len": accuracy.n}
         value["results"][name] = numbers | {f"acc,{FILTER}": accuracy.value, f"acc_stderr,{FILTER}": stderr}
-        value["versions"][name], value["n-shot"][name] = result["version"], result["shots"]
+        value["versions"][name] = result["version"]
+        value["n-shot"][name] = result["shots"]
         value["higher_is_better"][name] = {"acc": True}
         return value["results"][name]
 
     for figures in figures_of_tasks:
-        task, result, names = figures.task, figures.result, _names(figures)
+        task = figures.task
+        result = figures.result
+        names = _names(figures)
         total = entry(task, result["title"], result, figures.accuracy)
         total |= {f"macro_f1,{FILTER}": result["macro_f1"], f"macro_f1_stderr,{FILTER}": "N/A"}
         value["higher_is_better"][task]["macro_f1"] = True
         if result["groups"]:
-            value["groups"][task], value["group_subtasks"][task] = total, list(names.values())
+            value["groups"][task] = total
+            value["group_subtasks"][task] = list(names.values())
             for group, name in names.items():
                 entry(name, group, result, figures.groups[group])
         value["configs"] |= {name: _task_config(name, figures) for name in names.values()}

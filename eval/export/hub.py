@@ -24,7 +24,9 @@ from ..models.model import EvaluatedModel
 from ..results.directory import Model, Say
 from .figures import Figures, read_figures
 
-CARD, ENTRIES, INDEX = "README.md", ".eval_results", "model-index"
+CARD = "README.md"
+ENTRIES = ".eval_results"
+INDEX = "model-index"
 CARD_BYTES = 4 << 20
 OURS = "In-context classification (emo-pipeline)"  # identifies our entries of a model-index
 _FRONT = re.compile(r"\A(\ufeff?\s*---[ \t]*\r?\n)(.*?)(^---[ \t]*(?:\r?\n|\Z))", re.S | re.M)
@@ -59,7 +61,8 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
         say(f"{directory / CARD} may contain a local path or a secret. Check it before you publish it.")
     directory.mkdir(parents=True, exist_ok=True)
     for figures in all_of_model:
-        dataset, rows = _dataset(figures), figures.rows
+        dataset = _dataset(figures)
+        rows = figures.rows
         if dataset is None:
             say(f"{figures.task}: its data is not on the hub, so it gets no entry in {ENTRIES}")
             continue
@@ -85,7 +88,9 @@ def add_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
     """
     match = _FRONT.search(card)
     head, front, foot = match.groups() if match else ("---\n", "", "---\n")
-    newline, lines, inside = "\r\n" if "\r\n" in head else "\n", list[str](), False
+    newline = "\r\n" if "\r\n" in head else "\n"
+    lines = list[str]()
+    inside = False
     for line in front.splitlines(keepends=True):  # without those of the model-index
         if re.match(r"[^\s#-]", line):
             inside = re.match(rf"['\"]?{INDEX}['\"]?\s*:", line) is not None
@@ -112,7 +117,9 @@ def model_index(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any
     """Return the results for a model-index: accuracy and macro F1 of every task."""
     index = []
     for figures in all_of_model:
-        result, rows, accuracy = figures.result, figures.rows, figures.accuracy
+        result = figures.result
+        rows = figures.rows
+        accuracy = figures.accuracy
         hub = rows["hub"] or {}
         fields = {
             "task_type": "text-generation",

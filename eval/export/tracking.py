@@ -49,13 +49,15 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
         train = read_written(run_dir / CONFIG)["train"]
         if "wandb" not in train["report_to"]:
             raise ValueError("it does not report to W&B")
-        project, run_id = train["project"], (run_dir / WANDB_ID).read_text(encoding="utf-8")
+        project = train["project"]
+        run_id = (run_dir / WANDB_ID).read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--output_path {run_dir} is not the directory of a run with train.report_to=[wandb]: "
             f"{one_line(error, 120)}"
         ) from None
-    points, faults = {}, {}
+    points = {}
+    faults = {}
     for model in models:
         if Path(str(model.facts.get("run"))).name != run_dir.resolve().name:  # it may have been moved since
             say(f"{model.name}: not of the run {run_dir}, so it is not sent")

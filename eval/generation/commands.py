@@ -17,7 +17,8 @@ from ..results.rows import read_texts
 from .decoding import Beams, Decoding
 from .prefixes import CORPORA, Prefixes, from_corpus, from_file, from_texts
 
-TOKENS, SAMPLES = 80, 8
+TOKENS = 80
+SAMPLES = 8
 PRINTED = 16  # largest number of texts that are printed
 PROTOCOLS = ("paper", "released")
 OUT = Path("runs/eval")

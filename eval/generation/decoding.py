@@ -99,7 +99,8 @@ def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:
 
 def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[int]]:
     """Return the ids of prefix + text as a prompt of at least one id, and the rest."""
-    ids, start = text_ids(tokenizer, prefix + text), text_ids(tokenizer, prefix)
+    ids = text_ids(tokenizer, prefix + text)
+    start = text_ids(tokenizer, prefix)
     if not start:
         ids = [*first_ids(tokenizer), *ids]
     common = next((i for i, (a, b) in enumerate(zip(ids, start, strict=False)) if a != b), len(start))

@@ -57,7 +57,8 @@ def measures(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
     tv: half the sum of absolute differences, from 0 to 1. tail_mass: probability under Q of tokens less
     likely than RARE under P.
     """
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
     return {
         "kl_pq": kl(log_p, log_q),
         "kl_qp": kl(log_q, log_p),
@@ -84,7 +85,8 @@ def solve_temperature(mean_entropy: Callable[[float], float], target: float) -> 
     if abs(gap(0.0)) < 1e-12:  # also if the entropy hardly depends on T
         return 1.0
     for bound in (2.0, 1e3):  # near 1 first, because the entropy is flat far away
-        a, b = math.log(1 / bound), math.log(bound)
+        a = math.log(1 / bound)
+        b = math.log(bound)
         if gap(a) <= 0 <= gap(b):
             return math.exp(optimize.brentq(gap, a, b, xtol=1e-12, rtol=1e-14))
     raise ValueError(f"no temperature between 0.001 and 1000 gives an entropy of {target:g} nats")

@@ -38,12 +38,15 @@ class Transformers:
     def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams = UNBIASED, batch: int = 64) -> None:
         if batch < 1:
             raise UserError(f"--batch_size {batch} must be at least 1")
-        self.model, self.decoding, self.batch = model, decoding, batch
+        self.model = model
+        self.decoding = decoding
+        self.batch = batch
 
     @property
     def identity(self) -> Record:
         """Everything that affects the texts. In half precision the batch may decide close calls."""
-        dtype, sampled = self.model.model.dtype, isinstance(self.decoding, Decoding)
+        dtype = self.model.model.dtype
+        sampled = isinstance(self.decoding, Decoding)
         batch = self.batch if sampled and dtype.itemsize < 4 else None
         return {"engine": "transformers", **self._identity, "dtype": str(dtype), "batch": batch}
 
@@ -97,7 +100,8 @@ class Transformers:
         import torch
         from transformers import GenerationConfig
 
-        model, ends = self.model.model, self.model.ends
+        model = self.model.model
+        ends = self.model.ends
         settings = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, early_stopping=True, num_beams=self.decoding.beams,
             repetition_penalty=self.decoding.penalty, eos_token_id=ends or None,
@@ -191,13 +195,19 @@ class TextJob(ABC):
     directory: Path  # of the published texts
 
     chunk = 64  # rows, the most work that a killed process loses
-    unit, per_row = "text", 1  # of the progress bar: largest number of texts per row
+    # of the progress bar: largest number of texts per row
+    unit = "text"
+    per_row = 1
 
     def __init__(self, engine: Transformers, tokens: int, out: Path) -> None:
         if tokens < 1:
             raise UserError(f"--max_new_tokens {tokens} must be at least 1")
-        self.engine, self.model, self.tokens, self.out = engine, engine.model, tokens, out
-        self.context, self.computed = engine.model.context, 0
+        self.engine = engine
+        self.model = engine.model
+        self.tokens = tokens
+        self.out = out
+        self.context = engine.model.context
+        self.computed = 0
 
     @abstractmethod
     def prepare(self, row: int) -> tuple[Record, list[Request]]:
@@ -212,7 +222,8 @@ class TextJob(ABC):
 
         identity: everything that affects the records. label: of the progress bar.
         """
-        per_row, entry = self.per_row, store.Entry(self.out / store.STORE, identity)
+        per_row = self.per_row
+        entry = store.Entry(self.out / store.STORE, identity)
         with show_activity(label, per_row * rows, self.unit) as advance:
 
             def compute(part: range) -> list[Record]:

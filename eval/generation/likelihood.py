@@ -22,7 +22,9 @@ from ..models.model import EvaluatedModel
 from ..models.prefix_scorer import PrefixScorer, batches
 from ..results.stats import Estimate, ratio
 
-LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits in memory at once, per model
+# bytes of logits in memory at once, per model
+LOGITS_CPU = 64 << 20
+LOGITS_GPU = 512 << 20
 TAILS = 8  # most continuations that share the keys and values of their prefix in a row
 CACHED = 2 << 20  # bytes of logits whose temporaries fit into a processor's cache
 
@@ -47,7 +49,8 @@ class Likelihood(NamedTuple):
 
 def continuations(model: EvaluatedModel, pairs: Sequence[Pair]) -> Likelihood:
     """Return -log p of every continuation after its prompt. A long prompt is computed once."""
-    limit, longest = model.context, max((len(p) + len(c) for p, c in pairs), default=0)
+    limit = model.context
+    longest = max((len(p) + len(c) for p, c in pairs), default=0)
     if limit is not None and longest > limit:
         raise UserError(
             f"a text of {longest} tokens exceeds the context of {model.source}, {limit} tokens. Lower "
@@ -68,7 +71,8 @@ def continuation_nll(scorer: PrefixScorer, pairs: Sequence[Pair]) -> np.ndarray:
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (prompt, _) in enumerate(pairs):
         groups.setdefault(tuple(prompt), []).append(i)
-    parts, items = [], []
+    parts = []
+    items = []
     for prompt, members in groups.items():
         # Continuations that share a row with their prompt. Long rows cost more than they save.
         step = int(min(TAILS, max(1, len(prompt) // max(1, *(len(pairs[i][1]) for i in members)))))
@@ -89,7 +93,8 @@ def score_texts(model: EvaluatedModel, texts: Sequence[str]) -> Likelihood:
     owner = []
     for number, text in enumerate(texts):
         ids = text_ids(model.tokenizer, text)
-        first, continuation = ids[:1], ids[1:]
+        first = ids[:1]
+        continuation = ids[1:]
         for i in range(0, len(continuation), limit - 1):
             pairs.append(((first if i == 0 else [continuation[i - 1]]), continuation[i : i + limit - 1]))
             owner.append(number)
@@ -104,7 +109,8 @@ def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]
 
     `distributions.measures` returns the same. Float32 terms summed in float64 take half the time.
     """
-    means, logs = [], []
+    means = []
+    logs = []
     weights = torch.empty_like(p_logits)
     for logits, other in ((p_logits, q_logits), (q_logits, p_logits)):
         largest = logits.amax(dim=-1, keepdim=True)

@@ -81,13 +81,15 @@ def from_corpus(name: str, data: str, split: str = "test", limit: int | None = N
         if corpus.hub is None:
             path = f"{corpus.folders[0]}/{split}.jsonl"
             raise UserError(f"corpus {name} is not on the hub. Set --data to a directory with {path}.")
-        hub, where = corpus.hub, f"{corpus.hub[0]} {split}"
+        hub = corpus.hub
+        where = f"{corpus.hub[0]} {split}"
         rows = load_from_hub(where, lambda: load_dataset(*hub, split=split)["text"])
         texts = [text.strip() for text in rows]
     else:
         stems = [f"{folder}/{split}" for folder in corpus.folders]
         file = find_file(f"corpus {name}", data, stems, (".jsonl", ".txt", ".jsonl.zst", ".txt.zst"))
-        texts, where = read_texts(file), str(file)
+        texts = read_texts(file)
+        where = str(file)
     texts = [text for text in texts if not HEADING.fullmatch(text)]
     return _cut(name, texts, where, limit, corpus.words, corpus.tokens)
 
@@ -98,7 +100,8 @@ def _cut(
     """Return at most `limit` of the texts, evenly spaced, cut after `words` words (0: not cut)."""
     from emo.data_prep.selection.grams import end_of_words  # loads NumPy, which --help does not need
 
-    texts, pairs = [text for text in texts if text], []
+    texts = [text for text in texts if text]
+    pairs = []
     for text in texts:
         end = end_of_words(text, words) if words else len(text)
         if not words or text[end:].strip():

@@ -92,14 +92,17 @@ class Sampled:
         draws: dict[tuple[int, int], list[Record]] = {}
         for record in self.records:
             draws.setdefault((record["seed"], record["sample"]), []).append(record)
-        self.seeds, self.draws = [seed for seed, _ in draws], list(draws.values())
+        self.seeds = [seed for seed, _ in draws]
+        self.draws = list(draws.values())
         self.title = f"{self.about['model']} {self.about['corpus']}-{self.about['decoding']['name']}"
         self.result: dict[str, Any] = {"version": VERSION, "of": self.about}
         self.estimates: dict[str, Estimate] = {}
 
     def measure(self, options: QualityOptions, say: Callable[[str], None]) -> None:
         """Compute the requested measures, as far as the records allow them."""
-        protocol, dtype, test = options.protocol, options.dtype, options.test
+        protocol = options.protocol
+        dtype = options.dtype
+        test = options.test
         if (options.mauve or protocol == "released") and not self.has_humans:
             raise UserError(f"{self.directory} has no human continuations. Generate with --corpus.")
         if test is None and self.has_humans:
@@ -135,7 +138,8 @@ class Sampled:
 
     def _measure_text(self) -> None:
         """Measure variety, repetition and length, also of the human texts."""
-        records, clusters = self.records, self.clusters
+        records = self.records
+        clusters = self.clusters
         columns = {name: [float(record[name]) for record in records] for name in ("tokens", "ended")}
         columns["words"] = [len(units(record["text"])) for record in records]
         estimates = {name: ratio(values, None, clusters) for name, values in columns.items()}
@@ -170,7 +174,9 @@ class Sampled:
 
         Continuations are scored by their ids if the tokenizer is the same, else by the ids of their text.
         """
-        about, tokenizer, own = self.about, oracle.tokenizer, oracle.tokenizer_digest
+        about = self.about
+        tokenizer = oracle.tokenizer
+        own = oracle.tokenizer_digest
         prefixes = Prefixes(about["corpus"], [record["prefix"] for record in self.humans])
         size = (about["tokens"], about["samples"], tuple(about["seeds"]))
         say(f"{oracle.name}: generating samples for the floor of PPL_oracle")
@@ -231,7 +237,8 @@ class Sampled:
 
     def compare(self, other: Sampled) -> dict[str, Any] | str:
         """Return the differences other - self on the same prefixes by measure, or why there are none."""
-        a, b = self.about, other.about
+        a = self.about
+        b = other.about
         prefixes = [[record["prefix"] for record in x.humans] for x in (self, other)]
         if prefixes[0] != prefixes[1]:
             return "their prefixes differ"
@@ -386,7 +393,8 @@ def featurizer(name: str, dtype: str = "auto") -> Featurizer:
     if is_sentence_model or (Path(name) / "modules.json").is_file():
         return Encoder(name)
     evaluated = EvaluatedModel(name, dtype=dtype)
-    model, tokenizer = evaluated.model, evaluated.tokenizer
+    model = evaluated.model
+    tokenizer = evaluated.tokenizer
 
     @torch.inference_mode()
     def last_states(texts: Sequence[str]) -> np.ndarray:
@@ -436,7 +444,8 @@ def mauve(human: np.ndarray, sampled: np.ndarray, seed: int = MAUVE["seed"]) -> 
     import mauve as package  # GPL-3.0, therefore an extra
 
     sys.stderr.flush()
-    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr = os.dup(2)
+    devnull = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(devnull, 2)  # faiss warns about small clusters, which MAUVE intends
         with warnings.catch_warnings():

@@ -40,7 +40,10 @@ class Generation(TextJob):
         out: Path,
     ) -> None:  # fmt: skip
         super().__init__(engine, tokens, out)
-        self.prefixes, self.samples, self.seeds, self.decoding = prefixes, samples, seeds, engine.decoding
+        self.prefixes = prefixes
+        self.samples = samples
+        self.seeds = seeds
+        self.decoding = engine.decoding
         if samples < 1:
             raise UserError(f"--samples {samples} must be at least 1")
         if len(set(seeds)) != len(seeds):
@@ -70,7 +73,8 @@ class Generation(TextJob):
         del identity["engine"]  # always Transformers
         records = []
         for seed in self.seeds:
-            self.seed, rows = seed, len(self.prompts) * self.samples
+            self.seed = seed
+            rows = len(self.prompts) * self.samples
             records += self.complete(identity | {"seed": seed}, rows, f"{self.model.name} {self.name}")
         return records
 
@@ -89,13 +93,15 @@ class Generation(TextJob):
         """Return the human continuation of a prefix, and the same cut to the length of sampled texts."""
         if self.prefixes.references is None:
             return {}
-        reference, tokenizer = self.prefixes.references[p], self.model.tokenizer
+        reference = self.prefixes.references[p]
+        tokenizer = self.model.tokenizer
         start, ids = split_ids(tokenizer, self.prefixes.texts[p], reference)
         return {"reference": reference, "human": text_after(tokenizer, start, ids[: self.tokens])}
 
     def publish(self, records: list[Record], say: Callable[[str], None]) -> None:
         """Write the records, and facts about them, into `directory`."""
-        model, seeds = self.model, list(self.seeds)
+        model = self.model
+        seeds = list(self.seeds)
         about: dict[str, Any] = {"model": model.name, "path": model.source, "weights": model.digest}
         about |= {"dtype": str(model.model.dtype), "tokenizer": model.tokenizer_digest}
         about |= {"ends": model.ends, "corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
@@ -118,7 +124,8 @@ def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
     """Return the facts and the records that `Generation` wrote into a directory."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
         raise UserError(f"{directory} has no {RECORDS}. Create it with: emo generate")
-    about, lines = read_json(directory / ABOUT), read_text(directory / RECORDS).split("\n")
+    about = read_json(directory / ABOUT)
+    lines = read_text(directory / RECORDS).split("\n")
     if lines[-1] or len(lines) != about["records"] + 1:
         raise UserError(f"{directory / RECORDS} is incomplete or was changed. Generate it again.")
     return about, [json.loads(line) for line in lines[:-1]]

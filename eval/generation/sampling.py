@@ -62,11 +62,17 @@ class Sampler:
         self, model: PreTrainedModel, decoding: Decoding | None = None, ends: Iterable[int] = (),
         batch: int = 64, transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
-        self.decoding, self.ends, self.batch = decoding or Decoding(), sorted(ends), batch
+        self.model = model.eval()
+        self.device = model.device
+        self.dtype = model.dtype
+        self.decoding = decoding or Decoding()
+        self.ends = sorted(ends)
+        self.batch = batch
         self._ends = torch.tensor(self.ends, dtype=torch.int64, device=self.device)
         self.transform = transform
-        self.checked, self.steps, self.redone = 0.0, 0, 0
+        self.checked = 0.0
+        self.steps = 0
+        self.redone = 0
         self.on_tokens: Callable[[list[int]], Any] | None = None
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         learned = any(table is not model.get_input_embeddings() for table in tables)
@@ -139,7 +145,8 @@ class Sampler:
             longest = int(self._limits.max())
             draws = [uniforms(request.seed, longest, depth) for request in self._requests]
             self._random = torch.stack(draws).to(scores.device)
-        step, running = input_ids.shape[1] - self._width, self._running(input_ids)
+        step = input_ids.shape[1] - self._width
+        running = self._running(input_ids)
         if step:
             self.steps += 1
             if self.steps & (self.steps - 1) == 0:  # 1, 2, 4, ...: later ones have longer histories
@@ -158,7 +165,8 @@ class Sampler:
     def _choose(self, logits: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
         rounding = self._rounding(logits)
         if self.transform is not None:
-            logits, rounding = self.transform(logits), AMPLIFICATION * rounding
+            logits = self.transform(logits)
+            rounding = AMPLIFICATION * rounding
         return choose(logits, self.decoding, random, rounding)
 
     def _alone(self, input_ids: Tensor, row: int) -> Tensor:
@@ -185,7 +193,8 @@ class Sampler:
         row = running[self.steps % len(running)]
         if self.steps == 1:  # the row with most padding
             row = min(running, key=self._lengths.__getitem__)
-        plain, cached = self._alone(input_ids, row), logits[row : row + 1]
+        plain = self._alone(input_ids, row)
+        cached = logits[row : row + 1]
         finite = plain.isfinite() & cached.isfinite()
         if not bool(finite.any()):
             return  # `choose` raises for it
@@ -273,7 +282,9 @@ def _descend(weights: Tensor, random: Tensor, rounding: Tensor) -> tuple[Tensor,
     sums = torch.zeros(rows, vocabulary + 1, dtype=torch.float64, device=weights.device)
     torch.cumsum(weights, dim=-1, dtype=torch.float64, out=sums[:, 1:])
     left = torch.zeros(rows, 1, dtype=torch.int64, device=weights.device)
-    below, above = sums[:, :1], sums[:, -1:]  # cumulated weight at both ends of the node
+    # cumulated weight at both ends of the node
+    below = sums[:, :1]
+    above = sums[:, -1:]
     margin = torch.full_like(below, math.inf)
     half = 1 << levels(vocabulary)
     for level in range(levels(vocabulary)):
@@ -285,5 +296,6 @@ def _descend(weights: Tensor, random: Tensor, rounding: Tensor) -> tuple[Tensor,
         margin = torch.minimum(margin, cut.abs() / (above - below))
         right = cut >= 0
         left = torch.where(right, middle, left)
-        below, above = torch.where(right, split, below), torch.where(right, above, split)
+        below = torch.where(right, split, below)
+        above = torch.where(right, above, split)
     return left[:, 0], margin[:, 0] <= rounding

@@ -52,7 +52,10 @@ class Job:
                 "channel and retrievers that use its tokenizer are not available",
                 code="model",
             )
-        self.model, self.settings, self.out, self.say = model, settings, out, say
+        self.model = model
+        self.settings = settings
+        self.out = out
+        self.say = say
         self.computed = 0  # chunks that this process scored
 
     @cached_property
@@ -107,7 +110,8 @@ class Job:
 
     def _conditions(self, task: Task, data: TaskData, retrieval: Retrieval) -> dict[str, dict[str, Any]]:
         """Return the conditions of a result. Two results are comparable if all of `compared` is equal."""
-        identity, settings = retrieval.identity, self.settings
+        identity = retrieval.identity
+        settings = self.settings
         compared = {
             "test_rows": data.digests["test"][:16],
             "pool_rows": data.digests["train"][:16],
@@ -125,7 +129,8 @@ class Job:
 
     def _write_view(self, task: Task, key: str, result: dict[str, Any]) -> None:
         path = self.out / MODELS / self.model.name / f"{task.name}.json"
-        stored, weights = store.read_json(path), self.model.digest
+        stored = store.read_json(path)
+        weights = self.model.digest
         if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != key:
             self.say(
                 f"{self.model.name}  {task.spec.title}: the settings of this run replace those of an earlier "
@@ -157,7 +162,8 @@ class Job:
         return Retrieval(indices, identity)
 
     def _retriever_identity(self, task: Task) -> dict[str, Any]:
-        name, model = self.settings.retriever, self.model
+        name = self.settings.retriever
+        model = self.model
         if task.spec.shots.by == "group":
             return {"retriever": "group"}
         if name not in RETRIEVERS:
@@ -260,7 +266,8 @@ def run_all(
     job = Job(model, settings, out, say)
     results = []
     for task in tasks:
-        began, before = time.perf_counter(), job.computed
+        began = time.perf_counter()
+        before = job.computed
         result = job.run(task)
         computed = job.computed > before
         duration = f"{time.perf_counter() - began:.1f} s" if computed else "already known"
@@ -275,7 +282,8 @@ def run_all(
 
 def _describe_accuracy(result: dict[str, Any]) -> str:
     low, high = (100 * result["interval"][end] for end in ("low", "high"))
-    shortened, answer = result["rows_shortened"], only_answer(result)
+    shortened = result["rows_shortened"]
+    answer = only_answer(result)
     note = f", {shortened} shortened" if shortened else ""
     note += f", answers {answer} only" if answer is not None else ""
     return (

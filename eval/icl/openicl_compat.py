@@ -89,7 +89,8 @@ class Template(openicl.PromptTemplate):
 
     def __init__(self, task: Task) -> None:
         super().__init__(dict.fromkeys(task.labels, ""), {}, ice_token="")
-        self.task, self.prompt = task, task.prompt
+        self.task = task
+        self.prompt = task.prompt
 
     def generate_ice_item(self, entry: Row, label: str) -> str:
         """Return a row with its label as a demonstration."""

@@ -63,8 +63,12 @@ class PromptBuilder:
         self, task: Task, pool: list[Row], encode: Encode | None, limit: int | None = None,
         label_first: bool = False,
     ) -> None:  # fmt: skip
-        self.template, self.pool, self.encode = Template(task), pool, encode
-        self.labels, self.limit, self.label_first = task.labels, limit, label_first
+        self.template = Template(task)
+        self.pool = pool
+        self.encode = encode
+        self.labels = task.labels
+        self.limit = limit
+        self.label_first = label_first
         first_bytes = {task.words(label).encode()[:1] for label in self.labels}
         self.may_share = len(first_bytes) < len(self.labels) and not label_first  # tokens of two labels
         self._demonstrations: dict[int, str] = {}
@@ -97,7 +101,8 @@ class PromptBuilder:
         It bisects over all rows together, because the length grows with the demonstrations.
         """
         longest = {n: [self.labels[int(np.argmax([len(i) for i in s.ids]))]] for n, s in long.items()}
-        fitting, too_many = dict.fromkeys(long, 0), {n: len(indices[n]) for n in long}
+        fitting = dict.fromkeys(long, 0)
+        too_many = {n: len(indices[n]) for n in long}
         while opened := [n for n in long if fitting[n] + 1 < too_many[n]]:
             shorter = [indices[n][: (fitting[n] + too_many[n]) // 2] for n in opened]
             trials = self._samples([rows[n] for n in opened], shorter, [longest[n] for n in opened])
@@ -156,7 +161,8 @@ class PromptBuilder:
     def _cut(self, sample: Sample) -> None:
         """Remove the same tokens of the query from every label's prompt until the longest fits."""
         sample.cut = self._excess(sample)
-        shortest, start = min(map(len, sample.ids)), common_prefix(sample.ids)
+        shortest = min(map(len, sample.ids))
+        start = common_prefix(sample.ids)
         start = start if sample.start is None else min(start, sample.start)
         removable = shortest - start if self.label_first else start - 1
         if sample.cut > removable:

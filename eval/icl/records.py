@@ -49,15 +49,18 @@ class Recorder:
     """Makes the records of one model, which it loads, under some settings."""
 
     def __init__(self, model: LanguageModel, settings: Settings, say: Say) -> None:
-        self.model, self.settings = model, settings
-        self.context, limit = model.context, settings.max_tokens
+        self.model = model
+        self.settings = settings
+        self.context = model.context
+        limit = settings.max_tokens
         if self.context is not None and limit is not None and limit > self.context:
             raise UserError(
                 f"--max_tokens {limit} exceeds the model's context of {self.context} tokens", code="context"
             )
         self.limit = limit if settings.faithful else limit or self.context
         if settings.inferencer == "prefix":
-            count, longest = settings.batch_size, limit or self.context or BUDGET
+            count = settings.batch_size
+            longest = limit or self.context or BUDGET
             model.prepare(BUDGET if count is None else count * longest, say)
 
     @property
@@ -144,7 +147,8 @@ class Recorder:
 
     def channel(self, task: Task, pool: list[Row], rows: list[Row], indices: list[list[int]]) -> np.ndarray:
         """Return -log p(text | label) of every row and label, float64 [rows, labels]."""
-        task, tokenizer = task.channel(), self._hugging_face.tokenizer
+        task = task.channel()
+        tokenizer = self._hugging_face.tokenizer
         after_label = task.prompt.text.rsplit(LABEL_SLOT, 1)[1]
         builder = PromptBuilder(task, pool, self.model.encode, self.limit, label_first=True)
         items = []
@@ -197,10 +201,13 @@ def score_samples(
         results = [next(item_scores) for _ in parts]
         lengths = np.array([count_tokens(ids) for ids in sample.ids])
         if len(parts) == 1:
-            prefix, tails = results[0].prefix, results[0].tails
+            prefix = results[0].prefix
+            tails = results[0].tails
             tail_lengths = lengths - count_tokens(parts[0].prefix)
         else:  # nothing is shared, so every prompt is an item
-            prefix, tails, tail_lengths = 0.0, np.array([r.prefix for r in results]), lengths
+            prefix = 0.0
+            tails = np.array([r.prefix for r in results])
+            tail_lengths = lengths
         scores["openicl_ppl"].append((prefix + tails) / lengths)
         scores["suffix_sum"].append(tails)
         scores["suffix_mean"].append(tails / np.maximum(tail_lengths, 1))

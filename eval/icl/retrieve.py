@@ -102,7 +102,8 @@ def openicl_retrieve(
         encoder: Sentence model of retrievers that embed texts: minilm, a directory or a hub id.
         model: The evaluated model.
     """
-    needs, template = RETRIEVERS[name], Template(task)
+    needs = RETRIEVERS[name]
+    template = Template(task)
     options: dict[str, Any] = {"ice_num": count}
     if "encoder" in needs:
         options |= {"sentence_transformers_model_name": checked_encoder(encoder), "batch_size": 32}

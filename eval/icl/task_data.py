@@ -59,7 +59,8 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     count = task.spec.shots.count if shots is None else shots
     retrieved = task.spec.shots.by == "retrieval"
     if limit is not None and limit < len(rows["test"]):
-        rows["test"], texts = evenly_spaced(rows["test"], limit), evenly_spaced(texts, limit)
+        rows["test"] = evenly_spaced(rows["test"], limit)
+        texts = evenly_spaced(texts, limit)
         if retrieved:
             rows["train"] = evenly_spaced(pool, max(count, POOL_PER_ROW * limit))
     if retrieved and len(pool) < count:

@@ -24,7 +24,10 @@ from ..results.directory import MODEL, SAMPLES
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
-LABEL, GROUP, ROW = "label", "group", "row"  # columns of canonical rows, in addition to the inputs
+# columns of canonical rows, in addition to the inputs
+LABEL = "label"
+GROUP = "group"
+ROW = "row"
 LABEL_SLOT = f"{{{LABEL}}}"
 SLOT = re.compile(r"\{(\w+)\}")
 

@@ -41,7 +41,9 @@ HUB = ("tatsu-lab/alpaca_eval", "alpaca_eval.json")  # the only set on the hub
 INSTRUCTION = ("instruction", "Instruction", "prompt", "question", "text", "conversations")
 ID = ("id", "question_id", "idx")
 
-AUTO, OWN_TEMPLATE = "auto", "chat_template"  # OWN_TEMPLATE: the template of the tokenizer
+# OWN_TEMPLATE: the template of the tokenizer
+AUTO = "auto"
+OWN_TEMPLATE = "chat_template"
 TEMPLATE_CHOICES = (AUTO, *(name for name in VERSIONS if name not in BUILT_IN))
 
 VERSION = 1  # of everything that affects an answer
@@ -85,7 +87,8 @@ def question_of(row: FileRow, *names: str, dataset: str = "") -> Question:
 
     names: fields that may contain the instruction. dataset: name of the set if the row does not name it.
     """
-    instances, own_dataset = row.get("instances"), row.get("dataset")
+    instances = row.get("instances")
+    own_dataset = row.get("dataset")
     holder: Any = instances[0] if isinstance(instances, list) and instances else row
     context = holder.get("input") if isinstance(holder, dict) else None
     context = context if isinstance(context, str) else ""
@@ -108,9 +111,11 @@ def answer_of(row: FileRow, name: str = "output") -> str:
 
 def read_questions(source: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
     """Return the name and the questions of a set in SETS or a file, at most `limit`, evenly spaced."""
-    path, name = Path(source), Path(source).name.split(".")[0]
+    path = Path(source)
+    name = Path(source).name.split(".")[0]
     if source in SETS:
-        path, name = _find_set(source, data), source
+        path = _find_set(source, data)
+        name = source
     elif not path.is_file():
         raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
     questions = [question_of(row, *INSTRUCTION, dataset=name) for row in read_rows(path)]
@@ -145,7 +150,8 @@ def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
     """Return the template to use for one of TEMPLATE_CHOICES. Report a mismatch with the model's tuning."""
     if template not in TEMPLATE_CHOICES:
         raise UserError(f"--template {template!r} is not known. Choose from {', '.join(TEMPLATE_CHOICES)}.")
-    tuned, has_template = str(model.facts.get("template") or ""), chat_template(model.path) is not None
+    tuned = str(model.facts.get("template") or "")
+    has_template = chat_template(model.path) is not None
     name = template
     if template == AUTO:
         name = tuned.partition("/")[0] or (OWN_TEMPLATE if has_template else "alpaca")
@@ -207,7 +213,8 @@ def conversation_ids(
     # As data_prep.shards.encode writes them: BOS once, EOS after each answer, special tokens as plain text.
     exchanges = tuple(Exchange(asked.instruction, "", asked.input) for asked in questions)
     first, *later = (turn.text for turn in render(Conversation(exchanges, system), template))
-    tokenizer, options = model.tokenizer, {"add_special_tokens": False, "split_special_tokens": True}
+    tokenizer = model.tokenizer
+    options = {"add_special_tokens": False, "split_special_tokens": True}
     ids = text_ids(tokenizer, first, split_special_tokens=True)
     for prompt, answered in zip(later, history, strict=True):
         ended = (answered.ids[-1:] and answered.ids[-1] in model.ends) or tokenizer.eos_token_id is None
@@ -237,7 +244,10 @@ class Answering(TextJob):
     ) -> None:  # fmt: skip
         super().__init__(engine, tokens, out)
         assert isinstance(engine.decoding, Decoding)
-        self.questions, self.name, self.template, self.seed = questions, name, template, seed
+        self.questions = questions
+        self.name = name
+        self.template = template
+        self.seed = seed
         suffix = f"-s{seed}" if seed and not engine.decoding.greedy else ""
         folder = f"{name}-{engine.decoding.name}{suffix}"
         self.directory = out / MODELS / self.model.name / "answers" / folder
@@ -245,7 +255,8 @@ class Answering(TextJob):
 
     def run(self, say: Say) -> None:
         """Generate or read all answers, write them, and report how many are empty or cut off."""
-        model, settings = self.model, {"tokens": self.tokens, "seed": self.seed, **self.engine.identity}
+        model = self.model
+        settings = {"tokens": self.tokens, "seed": self.seed, **self.engine.identity}
         identity = {"answers": VERSION, "prompts": store.digest(self.prompts), "context": self.context}
         records = self.complete(identity | settings, len(self.prompts), f"{model.name} {self.name}")
         rows = []

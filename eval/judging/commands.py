@@ -193,7 +193,8 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
     without_verdict = []
     for judged, title in zip(judgements, titles, strict=True):
         path = args.output_path / JUDGEMENTS / f"{title}.json"
-        before, numbers = read_json(path), write(judged, title, args.output_path)
+        before = read_json(path)
+        numbers = write(judged, title, args.output_path)
         facts = before.get("facts") if isinstance(before, dict) else None
         if change := describe_replacement(facts, numbers["facts"]):
             say(f"{title} {change}")

@@ -31,7 +31,9 @@ from .judges import Judge, messages
 from .pairs import EXCHANGED, Judged, Pair, Pairs, judged_row
 
 VERSION = 2  # of everything that affects a reply
-IDENTICAL, NO_ROOM = "identical", "no_room"  # why a pair was not judged
+# why a pair was not judged
+IDENTICAL = "identical"
+NO_ROOM = "no_room"
 FORMATS = ("jsonl", "openai")
 # The suffixes that services add to a requested model name: the date of the version that replied.
 SNAPSHOT = re.compile(r"-(\d{4}|\d{6}|\d{8}|\d{4}-\d{2}-\d{2})(-preview)?")
@@ -64,13 +66,16 @@ def judge_pairs(
 class Judging(TextJob):
     """Replies of a judge to pairs, from the engine's model."""
 
-    chunk, unit, per_row = 32, "reply", 2
+    chunk = 32
+    unit = "reply"
+    per_row = 2
 
     def __init__(
         self, judge: Judge, pairs: Pairs, engine: Transformers, out: Path, tokens: int | None = None
     ) -> None:
         super().__init__(engine, judge.tokens if tokens is None else tokens, out)
-        self.judge, self.pairs = judge, pairs
+        self.judge = judge
+        self.pairs = pairs
         self.template = chat_template(self.model.path) if judge.chat else None
         if self.context is not None and self.tokens >= self.context:
             raise UserError(
@@ -100,15 +105,19 @@ class Judging(TextJob):
         pair = self.pairs.rows[row]
         if pair.a == pair.b:
             return {"unasked": IDENTICAL, "cut": None}, []
-        cut, ids = None, self._fitting_ids(pair, None)
+        cut = None
+        ids = self._fitting_ids(pair, None)
         if ids is None:
-            cut, too_long, ids = 0, max(len(pair.a), len(pair.b)), self._fitting_ids(pair, 0)
+            cut = 0
+            too_long = max(len(pair.a), len(pair.b))
+            ids = self._fitting_ids(pair, 0)
             if ids is None:
                 return {"unasked": NO_ROOM, "cut": None}, []
             while too_long - cut > 1:
                 middle = (cut + too_long) // 2
                 if longer := self._fitting_ids(pair, middle):
-                    cut, ids = middle, longer
+                    cut = middle
+                    ids = longer
                 else:
                     too_long = middle
         return {"unasked": None, "cut": cut}, [Request(part, [row, order]) for order, part in enumerate(ids)]

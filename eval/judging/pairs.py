@@ -142,7 +142,8 @@ def _model_names(first: Answers, second: Answers) -> tuple[str, str]:
 
 def _keyed(rows: Sequence[Answer], by_id: bool) -> dict[str, Answer]:
     """Return answers by id, or by the text of the question. A repeated text gets a numbered key."""
-    counts, table = Counter[str](), {}
+    counts = Counter[str]()
+    table = {}
     for answer in rows:
         key = answer.question.id if by_id else answer.question.text
         counts[key] += 1
@@ -152,7 +153,8 @@ def _keyed(rows: Sequence[Answer], by_id: bool) -> dict[str, Answer]:
 
 def _require_same(kind: str, first: Iterable[str], a: Path, second: Iterable[str], b: Path | str) -> None:
     """Raise UserError if one of two files has ids that the other lacks."""
-    x, y = dict.fromkeys(first), dict.fromkeys(second)
+    x = dict.fromkeys(first)
+    y = dict.fromkeys(second)
     if only := [key for key in {**x, **y} if key not in x or key not in y]:
         raise UserError(
             f"{a} and {b} have different questions: {len(only)} {kind} are in only one of them: "
@@ -170,7 +172,8 @@ EXCHANGED: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", N
 
 def read_labelled(path: Path) -> Pairs:
     """Return the pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
-    rows, pairs = read_rows(path), []
+    rows = read_rows(path)
+    pairs = []
     of_pandalm = "annotator1" in rows[0]
     names = ["annotator1", "annotator2", "annotator3"] if of_pandalm else ["label"]
     labels = PANDALM_LABELS if of_pandalm else AUTO_J_LABELS
@@ -179,7 +182,8 @@ def read_labelled(path: Path) -> Pairs:
         values = [row.get(name) for name in names]
         if not all(type(value) is int and value in labels for value in values):
             raise UserError(f"{row.source}: {', '.join(names)} is {values}, but a human label is 0, 1 or 2")
-        question, human = question_of(row, instruction), tuple(labels[value] for value in values)
+        question = question_of(row, instruction)
+        human = tuple(labels[value] for value in values)
         texts = answer_of(row, f"{response}1"), answer_of(row, f"{response}2")
         pairs.append(Pair(question.id or str(i), question, *texts, human))
     require_unique([pair.key for pair in pairs], f"{path}: ids occur")
@@ -222,7 +226,8 @@ def _alpaca_eval(tables: Mapping[Path, list[FileRow]], judge: str) -> list[Judge
     for file, rows in tables.items():
         for row in rows:
             by = str(row.get("annotator") or unnamed)
-            a, b = row.text("generator_1"), row.text("generator_2")
+            a = row.text("generator_1")
+            b = row.text("generator_2")
             question = question_of(row, "instruction")
             preference: Any = row.get("preference")
             texts = answer_of(row, "output_1"), answer_of(row, "output_2")

@@ -52,7 +52,9 @@ REMARKS = {
     "empty_b": "answers of B are empty",
 }
 
-DRAWS, BATCH = 5_000, 500  # random signs, in total and at a time
+# random signs, in total and at a time
+DRAWS = 5_000
+BATCH = 500
 FOLDS = 5  # of AlpacaEval's cross-validation
 MIN_SCORES = 2 * FOLDS  # for a length-controlled win rate
 TINY_WEIGHT = 1e-12
@@ -98,7 +100,8 @@ def compare_scores(
     _, cluster_index = np.unique(np.asarray(questions), return_inverse=True)
     sums = np.bincount(cluster_index, weights=differences)
     sums = sums[sums != 0]
-    rng, as_far = np.random.default_rng(seed), 0
+    rng = np.random.default_rng(seed)
+    as_far = 0
     for _ in range(0, DRAWS, BATCH):
         signs = rng.choice([-1.0, 1.0], (BATCH, len(sums)))
         as_far += int((np.abs(signs @ sums) >= abs(sums.sum()) - 1e-9).sum())
@@ -124,8 +127,10 @@ def length_controlled(
         return None
     features = np.stack([np.tanh(d / d.std(ddof=1)), np.ones_like(d)], axis=1)
     # A score is a probability, so each pair occurs twice (won and lost) with weights that sum to 1.
-    X, y = np.concatenate([features] * 2), np.repeat([1, 0], len(d))
-    weight, pair = np.concatenate([score, 1 - score]), np.tile(np.arange(len(d)), 2)
+    X = np.concatenate([features] * 2)
+    y = np.repeat([1, 0], len(d))
+    weight = np.concatenate([score, 1 - score])
+    pair = np.tile(np.arange(len(d)), 2)
 
     def fit(rows: np.ndarray, C: float) -> Any:
         weights = weight[rows]
@@ -154,7 +159,8 @@ def summarise_judgement(judged: Judged, name: str) -> dict[str, Any]:
     rows = judged.rows
     read = [row for row in rows if row["score"] is not None]
     compared = [row for row in rows if row["unasked"] is None]
-    scores, questions = [row["score"] for row in read], [row["question"] for row in read]
+    scores = [row["score"] for row in read]
+    questions = [row["question"] for row in read]
     shares: dict[str, Any] = dict.fromkeys((*SHARES, "win_rate"))
     if read:
         columns = [[s > 0.5 for s in scores], [s == 0.5 for s in scores], [s < 0.5 for s in scores], scores]
@@ -202,7 +208,8 @@ def _human(rows: list[Record]) -> dict[str, Any]:
     unreadable_as_ties: the same with unreadable verdicts as ties, as in PandaLM. kappa: of readable verdicts,
     with changed ones as ties.
     """
-    people, outcomes = [row["human"] for row in rows], [row["outcome"] for row in rows]
+    people = [row["human"] for row in rows]
+    outcomes = [row["outcome"] for row in rows]
     gold = [majority_label(labels) for labels in people]
     right = [float(g == f) for g, f in zip(gold, outcomes, strict=True)]
     as_ties = [g == ("tie" if f == "unreadable" else f) for g, f in zip(gold, outcomes, strict=True)]
@@ -233,7 +240,8 @@ def describe(numbers: dict[str, Any]) -> Iterator[str]:
         parties = "  their scores"
     if numbers["read"]:
         yield f"{parties}: " + ", ".join(f"{name} {percent(numbers[name])}" for name in SHARES)
-        lengths, controlled = numbers["lengths"], numbers["length_controlled"]
+        lengths = numbers["lengths"]
+        controlled = numbers["length_controlled"]
         at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
         yield (
             f"  win rate {percent(numbers['win_rate'], 2)} on {numbers['read']} of {numbers['pairs']} "
@@ -256,7 +264,9 @@ def undecided(numbers: dict[str, Any]) -> str:
     They cannot if at most half of them are readable, or if more than half of the readable ones depend on the
     order of the answers.
     """
-    read, pairs, counts = numbers["read"], numbers["pairs"], numbers["counts"]
+    read = numbers["read"]
+    pairs = numbers["pairs"]
+    counts = numbers["counts"]
     asked = pairs - counts["identical"]
     readable = read - counts["identical"]
     if asked and 2 * readable <= asked:

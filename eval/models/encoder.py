@@ -147,7 +147,8 @@ class Encoder:
                 continue
             try:
                 with numpy_value_errors(), np.load(path) as segment:
-                    keys, vectors = segment["keys"], segment["vectors"]
+                    keys = segment["keys"]
+                    vectors = segment["vectors"]
             except (ValueError, OSError):  # or another process removed it
                 self._say(f"{path} is damaged. Embedding its texts again.")
                 with contextlib.suppress(OSError):

@@ -41,11 +41,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TREE, ROWS, FORWARD = "tree", "rows", "forward"
+TREE = "tree"
+ROWS = "rows"
+FORWARD = "forward"
 METHODS = {TREE: "prompts with shared prefixes", ROWS: "full prompts", FORWARD: "one full prompt at a time"}
 LONGER = 1.25  # compare again when a prompt is longer than those compared by this factor
 HEAD_BYTES = 64 << 20  # size of the logits in memory at once
-DENSE_CPU, DENSE_GPU = 1024, 16384  # tokens that keep the device busy. Larger batches avoid padding.
+# tokens that keep the device busy. Larger batches avoid padding.
+DENSE_CPU = 1024
+DENSE_GPU = 16384
 PADDING = 0.08  # largest share of padding in such a batch
 MASK_BYTES = 128 << 20  # attention mask of one batch, 4 bytes per entry
 MIN_CONTEXT = 32  # shortest common beginning that is worth a separate pass
@@ -109,7 +113,8 @@ def batches(
         padded = used > dense and 1 - (used + lengths[key]) / (count * longest) > PADDING
         if batch and (too_much or padded):
             yield batch
-            batch, used = [], 0
+            batch = []
+            used = 0
         batch.append(key)
         used += lengths[key]
     if batch:
@@ -124,7 +129,8 @@ class TreeBatch:
     """
 
     def __init__(self, items: Sequence[Item], context: int = 0) -> None:
-        self.items, self.context = items, context
+        self.items = items
+        self.context = context
         width = max(item.fed for item in items) - context
         self.ids = np.zeros((len(items), width), dtype=np.int64)
         self.positions = np.zeros_like(self.ids)
@@ -133,7 +139,8 @@ class TreeBatch:
         targets: list[np.ndarray] = []
         for row, item in enumerate(items):
             begins = self._fill_row(row, item.prefix[context:], item.tails)
-            length, base = len(item.prefix) - context, row * width
+            length = len(item.prefix) - context
+            base = row * width
             sources.append(base + np.arange(length - 1))
             targets.append(item.prefix[context + 1 :])
             for k, tail in enumerate(item.tails):
@@ -141,7 +148,8 @@ class TreeBatch:
                 skip = item.unscored(k)
                 sources.append(base + before[skip : len(tail)])
                 targets.append(tail[skip:])
-        self.source, self.target = np.concatenate(sources), np.concatenate(targets)
+        self.source = np.concatenate(sources)
+        self.target = np.concatenate(targets)
         self._lengths = [len(target) for target in targets]  # number of targets in S and in every s_k
 
     def _fill_row(self, row: int, prefix: np.ndarray, tails: Sequence[np.ndarray]) -> np.ndarray:
@@ -172,7 +180,8 @@ class TreeBatch:
         """Return the items' scores from the NLL of every target and of the cached context."""
         sums = np.repeat(np.arange(len(self._lengths)), self._lengths)
         totals = np.bincount(sums, weights=nll, minlength=len(self._lengths))
-        scores, begin = [], 0
+        scores = []
+        begin = 0
         for item in self.items:
             end = begin + 1 + len(item.tails)
             scores.append(ItemScore(context_nll + totals[begin], totals[begin + 1 : end]))
@@ -260,9 +269,11 @@ class PrefixScorer:
 
     def __init__(self, model: PreTrainedModel, budget: int = BUDGET, say: Say = log.warning) -> None:
         self.model = model.eval()
-        self.budget, self._say = budget, say
+        self.budget = budget
+        self._say = say
         parameter = next(model.parameters())
-        self._device, self._dtype = parameter.device, parameter.dtype
+        self._device = parameter.device
+        self._dtype = parameter.dtype
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._ignored: int | None = None
         self._compared = 0  # length of the longest prompt that was compared
@@ -363,7 +374,8 @@ class PrefixScorer:
     def _score_forward(self, prompt: Item) -> ItemScore:
         """Return the score of a single prompt (an item with at most one tail) by the model's own forward."""
         row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
-        logits, targets = self.model(input_ids=row, use_cache=False).logits[0, :-1], row[0, 1:]
+        logits = self.model(input_ids=row, use_cache=False).logits[0, :-1]
+        targets = row[0, 1:]
         step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
         parts = [torch.zeros(0, dtype=torch.float64, device=self._device)]
         for part, labels in zip(logits.split(step), targets.split(step), strict=True):
@@ -371,7 +383,9 @@ class PrefixScorer:
         nll = torch.cat(parts)
         if self._ignored is not None:
             nll = nll.masked_fill(targets == self._ignored, 0.0)
-        losses, split = nll.cpu().numpy(), len(prompt.prefix) - 1  # of tokens 2..N
+        # of tokens 2..N
+        losses = nll.cpu().numpy()
+        split = len(prompt.prefix) - 1
         tails = [losses[split + prompt.unscored(k) :].sum() for k in range(len(prompt.tails))]
         return ItemScore(float(losses[:split].sum()), np.array(tails, dtype=np.float64))
 
@@ -384,7 +398,8 @@ class PrefixScorer:
         """Return the scores of items. parts: item numbers and the length of their shared beginning."""
         result: dict[int, ItemScore] = {}
         for members, context in parts:
-            cache, context_nll = None, 0.0
+            cache = None
+            context_nll = 0.0
             if context:
                 ids = items[members[0]].prefix[: context + 1]
                 row = torch.from_numpy(ids[None, :context]).to(self._device)

@@ -82,7 +82,8 @@ def _count_pairs(a: Model, b: Model, task: str) -> Any:
     """Return `stats.count_pairs` of a task. Raises UserError if the models cannot be compared on it."""
     if reason := find_differences(a.results[task], b.results[task]):
         raise UserError(reason)
-    first, second = a.records(task), b.records(task)
+    first = a.records(task)
+    second = b.records(task)
     if first.rows != second.rows:
         raise UserError("their records have different rows")
     groups = [group for *_, group in first.rows] if a.results[task]["groups"] else None
@@ -246,7 +247,8 @@ def find_regression(
 def format_table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
     """Return a table of both models' accuracies. Raises UserError if they cannot be compared."""
     comparison, mean = require_comparison(a, b, only)
-    names, accuracies = [on_one_line(m.name) for m in (a, b)], []
+    names = [on_one_line(m.name) for m in (a, b)]
+    accuracies = []
     head = ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
     lines = [head]
     for task, c in comparison.tasks.items():

@@ -34,7 +34,8 @@ def find_ancestors(models: Sequence[Model]) -> dict[str, list[Model]]:
         return [parents[model.name], *chain(parents[model.name])] if model.name in parents else []
 
     for model in (m for m in models if _origin(m)):
-        origin, ranked = Path(_origin(model)), list[tuple[int, int, str, Model]]()
+        origin = Path(_origin(model))
+        ranked = list[tuple[int, int, str, Model]]()
         for other in (m for m in models if model not in (m, *chain(m))):
             matches = _origin_matches(other, origin)
             if any(matches):
@@ -46,7 +47,8 @@ def find_ancestors(models: Sequence[Model]) -> dict[str, list[Model]]:
 
 def _origin_matches(model: Model, origin: Path) -> list[bool]:
     """Return the criteria by which a model is the origin, best first."""
-    path, run = Path(model.description["path"]), model.facts.get("run")
+    path = Path(model.description["path"])
+    run = model.facts.get("run")
     short, long = sorted((path.parts, origin.parts), key=len)
     return [
         path == origin or (path.exists() and path.resolve() == origin.resolve()),

@@ -53,7 +53,9 @@ class Report:
             seeds: Label -> names of the models that differ only by their seed.
         """
         runs = runs or {}
-        self.notice, self.chosen, self.seeds = notice, list(dict.fromkeys(chosen)), dict(seeds or {})
+        self.notice = notice
+        self.chosen = list(dict.fromkeys(chosen))
+        self.seeds = dict(seeds or {})
         self.skipped: list[str] = []
         self.judgements = read_judgements(outs, self.skipped.append)
         evaluated = [out for out in outs if (out / MODELS).is_dir() or not (out / JUDGEMENTS).is_dir()]
@@ -178,7 +180,8 @@ def _read_runs(
     Return by model and task the test rows in the training text, and remarks on unreadable contamination
     reports.
     """
-    overlaps, faults = {}, list[str]()
+    overlaps = {}
+    faults = list[str]()
     for model in (m for m in models if m.name in runs):
         run = runs[model.name]
         if not (run / METRICS).is_file():
@@ -228,7 +231,9 @@ def _wrong_runs(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
     """
     remarks = []
     for model in (m for m in models if m.name in runs):
-        run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
+        run = runs[model.name]
+        made_in = model.facts.get("run")
+        path = model.description["path"]
         try:
             recorded = read_written(run / CONFIG).get("output_dir")
         except (OSError, ValueError):
@@ -248,7 +253,9 @@ def _limits(estimate: dict[str, Any], name: str) -> tuple[float, float, float]:
 
 def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
     """Return the numbers of a model on a task, also without the test rows in its training text."""
-    result, shared, untrained = model.results[task], None, None
+    result = model.results[task]
+    shared = None
+    untrained = None
     if overlap is not None and any((records := model.records(task)).texts):
         rows = zip(records.rows, records.correct, records.texts, strict=True)
         others = [(row, right) for row, right, text in rows if text not in overlap]

@@ -63,7 +63,8 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
     """Return a sentence for each of the first four judgements."""
     sentences = []
     for f in (judgement.numbers for judgement in judgements):
-        rate, verb = f["win_rate"], VERDICTS[_tone(f)][1].format(**f)
+        rate = f["win_rate"]
+        verb = VERDICTS[_tone(f)][1].format(**f)
         if reason := undecided(f):
             sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {reason}.")
             continue
@@ -146,7 +147,8 @@ def _rates(fields: Sequence[dict[str, Any]]) -> Table:
         names = [Cell(f["b"], about), Cell(VERDICTS[tone][0], undecided(f), tone=tone)]
         shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
-        controlled, both_orders = percent(f["length_controlled"]), percent(f["consistency"])
+        controlled = percent(f["length_controlled"])
+        both_orders = percent(f["consistency"])
         counts = f"{f['read']:,} of {f['pairs']:,}"
         rows.append([*names, *shares, f["by"], counts, controlled, lengths, both_orders])
     head = ["B", "Verdict", "Win rate", "Win", "Tie", "Loss", "Judge", "Pairs", "At equal lengths"]
@@ -157,7 +159,8 @@ def _people(fields: Sequence[dict[str, Any]]) -> Table:
     rows: list[Row] = []
     for f in (f for f in fields if f.get("human")):
         human = f["human"]
-        agreement, ties = _share(human["agreement"]), human["unreadable_as_ties"]
+        agreement = _share(human["agreement"])
+        ties = human["unreadable_as_ties"]
         if agreement and ties != human["agreement"]["value"]:
             agreement = replace(agreement, text=f"{agreement.text} ({percent(ties)})")
         kappas = [formatted(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]

@@ -28,7 +28,8 @@ from .gather import Report
 
 FILES = ("report.html", "report.md", "results.json")
 UNREADABLE = "unreadable"  # instead of a number whose file is damaged
-SAMPLES_SHOWN, CONFUSION_LABELS = 4, 8
+SAMPLES_SHOWN = 4
+CONFUSION_LABELS = 8
 TONES = {1: "better", -1: "worse", 0: ""}
 VERDICTS = {1: ("better", "better"), -1: ("worse", "worse"), 0: ("no clear difference", "unclear")}
 SCORES = {
@@ -114,7 +115,8 @@ def _contents(report: Report) -> str:
     """Return a sentence on the numbers of models, tasks and rows, or of judgements."""
     if not report.rows:
         return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
-    models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
+    models = counted(len(report.models), "model")
+    tasks = counted(len(report.tasks), "task")
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
     shots = "; ".join(f"{shots} ({by})" for shots, by in kinds)
@@ -143,7 +145,8 @@ def _answer(report: Report) -> list[str]:
 
 
 def _describe_accuracy(report: Report, effect: Effect) -> str:
-    accuracy, tasks = formatted(effect.value, "{:.1f}"), counted(len(report.tasks), "task")
+    accuracy = formatted(effect.value, "{:.1f}")
+    tasks = counted(len(report.tasks), "task")
     interval = f"95 % interval {format_interval(effect.low, effect.high)}"
     chance = percent(report.chance(None))
     return f"{effect.label}: accuracy {accuracy} % on {tasks} ({interval}); chance is {chance} %."
@@ -198,7 +201,8 @@ def _estimated(effect: Effect, form: str = "{:.1f}", note: str = "") -> Cell:
 
 
 def _accuracy(report: Report) -> list[Block]:
-    columns, rows = _columns(report), list[Row]()
+    columns = _columns(report)
+    rows = list[Row]()
     for i, model in enumerate(report.models if report.tasks else []):
         cells: list[Cell | str | None] = [_heading(report, i)]
         for task, (_, effects) in columns.items():
@@ -229,7 +233,8 @@ def _reference_rows(report: Report, tasks: Sequence[str | None]) -> Iterator[Row
 
 def _differences(report: Report, baseline: str) -> list[Block]:
     """Return the differences from a baseline with their tests."""
-    comparisons, columns = report.against[baseline], _columns(report, baseline)
+    comparisons = report.against[baseline]
+    columns = _columns(report, baseline)
     rows = [
         _difference_row(report, i, comparisons[model.name], columns)
         for i, model in enumerate(report.models)

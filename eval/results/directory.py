@@ -22,7 +22,9 @@ from emo.common.text import printable
 
 from . import store
 
-MODELS, MODEL, SAMPLES = "models", "model.json", "samples.json"
+MODELS = "models"
+MODEL = "model.json"
+SAMPLES = "samples.json"
 VIEW = {"key", "weights", "rows", "result"}
 # Keys that every result of this version has, among others.
 RESULT = {

@@ -12,7 +12,8 @@ from emo.common.errors import UserError, one_line
 from emo.data_prep.sources.files import read_text
 
 T = TypeVar("T")
-SURROGATE, ESCAPED_SURROGATE = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
+SURROGATE = re.compile("[\ud800-\udfff]")
+ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class FileRow(dict[str, Any]):

@@ -60,7 +60,8 @@ def bounded_mean(
     """
     scaled = (np.asarray(values, float) - low) / (high - low)
     _, cluster_index = np.unique(np.asarray(clusters), return_inverse=True)
-    mean, sizes = float(scaled.mean()), np.bincount(cluster_index)
+    mean = float(scaled.mean())
+    sizes = np.bincount(cluster_index)
     count = len(sizes)
     single = mean * (1 - mean) / count
     moved = np.bincount(cluster_index, weights=scaled) - sizes * mean
@@ -135,7 +136,8 @@ def confusion(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[st
 def macro_f1(counts: Sequence[Sequence[int]]) -> float:
     """Return the unweighted mean of the labels' F1, without labels that are neither present nor predicted."""
     matrix = np.asarray(counts, dtype=float)
-    hit, total = matrix.diagonal(), matrix.sum(axis=0) + matrix.sum(axis=1)
+    hit = matrix.diagonal()
+    total = matrix.sum(axis=0) + matrix.sum(axis=1)
     return float((2 * hit[total > 0] / total[total > 0]).mean())
 
 
@@ -164,7 +166,8 @@ def count_pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | No
 
     a, b: outcomes [n] of the same rows. Raises ValueError when their lengths differ.
     """
-    first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
+    first = np.asarray(a, dtype=bool)
+    second = np.asarray(b, dtype=bool)
     return _counts([first & ~second, second & ~first, first == second], groups)
 
 
@@ -208,7 +211,9 @@ def _weighted_sign_test(discordant: dict[float, np.ndarray], seed: int) -> float
     if len(discordant) < 2:
         return _sign_test(*sum(discordant.values(), np.zeros(2, int)))
     rng = np.random.default_rng(seed)
-    drawn, observed, squares = np.zeros(DRAWS), 0.0, 0.0
+    drawn = np.zeros(DRAWS)
+    observed = 0.0
+    squares = 0.0
     for weight, (only_a, only_b) in discordant.items():
         both = only_a + only_b
         drawn += weight * (2 * rng.binomial(both, 0.5, DRAWS) - both)

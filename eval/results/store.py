@@ -159,7 +159,8 @@ class Entry:
 
     def finish_chunk(self, index: int, rows: range, records: list[dict[str, Any]]) -> None:
         """Publish a chunk unless it exists. The first one counts, because machines round differently."""
-        path, text = self.path / "chunks" / f"{index:05d}.json", seal(records)
+        path = self.path / "chunks" / f"{index:05d}.json"
+        text = seal(records)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not write_once(path, text) and self.chunk(index, rows) is None:
             replace(path, text)  # the existing file is damaged or has other rows

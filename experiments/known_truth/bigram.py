@@ -41,13 +41,15 @@ def geometric_truth(V: int, share: float, generator: torch.Generator, width: int
     directions = torch.randn(V, width, **draw)  # type: ignore[call-overload]
     noise = torch.randn(V, V, **draw)  # type: ignore[call-overload]
     logits = share**0.5 * directions @ embedding.T + (1 - share) ** 0.5 * noise
-    low, high = torch.zeros(V, 1, dtype=torch.float64), torch.full((V, 1), 1e3, dtype=torch.float64)
+    low = torch.zeros(V, 1, dtype=torch.float64)
+    high = torch.full((V, 1), 1e3, dtype=torch.float64)
     target = ENTROPY_SHARE * torch.log(torch.tensor(V, dtype=torch.float64))
     for _ in range(60):
         b = (low + high) / 2
         rows = torch.softmax(b * logits, -1)
         entropy = -torch.special.xlogy(rows, rows).sum(-1, keepdim=True)
-        low, high = torch.where(entropy > target, b, low), torch.where(entropy > target, high, b)
+        low = torch.where(entropy > target, b, low)
+        high = torch.where(entropy > target, high, b)
     return Truth(rows, _stationary(rows), embedding)
 
 
@@ -106,7 +108,8 @@ class Learner(nn.Module):
 
         self.embedding = nn.Parameter(start(V, HIDDEN) * V**0.5)
         self.head = None if head is None else nn.Parameter(head.clone())
-        self.hidden, self.out = start(HIDDEN, HIDDEN), start(HIDDEN, V if head is None else head.shape[-1])
+        self.hidden = start(HIDDEN, HIDDEN)
+        self.out = start(HIDDEN, V if head is None else head.shape[-1])
         self.shift = nn.Parameter(torch.zeros(len(seeds), 1, HIDDEN))
 
     def forward(self) -> Tensor:
@@ -159,7 +162,8 @@ def fit_learners(
     optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=1e-4, fused=True)
     contexts = sample.train.sum(-1, keepdim=True)
     share = (contexts / contexts.sum(1, keepdim=True)).float()
-    stopped, least = torch.full_like(rows, torch.nan), torch.full((len(rows),), torch.inf)
+    stopped = torch.full_like(rows, torch.nan)
+    least = torch.full((len(rows),), torch.inf)
     looks = looks_until(steps)
     improved = 0  # number of the last evaluation with an improvement
     for step in range(1, steps + 1):
@@ -174,7 +178,8 @@ def fit_learners(
         # a diverged run is never better
         nll = nats_per_token(logits, sample.dev).nan_to_num(torch.inf)
         ahead = nll < least
-        stopped, least = torch.where(ahead[:, None, None], logits, stopped), torch.where(ahead, nll, least)
+        stopped = torch.where(ahead[:, None, None], logits, stopped)
+        least = torch.where(ahead, nll, least)
         improved = looks[step] if ahead.any() else improved
         if look is not None:
             look(sample, step, logits)
@@ -185,7 +190,8 @@ def fit_learners(
 
 def looks_until(steps: int) -> dict[int, int]:
     """Return the number of each evaluation by its step. The last step has one."""
-    every, step = {steps}, float(FIRST)
+    every = {steps}
+    step = float(FIRST)
     while step < steps:
         every.add(round(step))
         step *= GROWTH

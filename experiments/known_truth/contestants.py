@@ -91,7 +91,8 @@ class Contestant(Section):
 
     def gradient(self, embedding: Tensor) -> Gradient:
         """Return the expected gradient, with costs from the truth's embedding."""
-        costs, gradient = self._costs(embedding), _gradient(self.name, tuple(self.params.items()))
+        costs = self._costs(embedding)
+        gradient = _gradient(self.name, tuple(self.params.items()))
         return lambda q, rows: gradient(q, rows, costs)
 
     def targets(self, rows: Tensor, embedding: Tensor) -> Tensor:
@@ -137,5 +138,6 @@ class Contestant(Section):
     def _costs(self, embedding: Tensor) -> CostOperator:
         if self.cost == "constant":
             return CostOperator(None)
-        costs, generator = CostOperator(embedding), torch.Generator().manual_seed(PERMUTATION)
+        costs = CostOperator(embedding)
+        generator = torch.Generator().manual_seed(PERMUTATION)
         return costs.permuted(generator) if self.cost == "permuted" else costs

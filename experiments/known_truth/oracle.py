@@ -62,10 +62,12 @@ def main(argv: list[str] | None = None) -> int:
     decoding = Decoding(objective=args.decode, cost=args.cost)
     if args.decode and args.baseline is None:
         raise UserError("--decode needs --baseline", code="no-baseline")
-    oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
+    oracle = EvaluatedModel(str(args.oracle))
+    model = EvaluatedModel(str(args.model))
     results = measure(oracle, model, args.texts, args.baseline, args.dev, args.contexts, decoding)
     if args.samples:
-        begin, samples = prompt_ids(oracle, ""), {}
+        begin = prompt_ids(oracle, "")
+        samples = {}
         for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
             out = args.output_path.parent
             rows = sample_texts(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
@@ -184,7 +186,8 @@ def divide_contexts(log_p: Tensor, tempered: dict[float, Tensor]) -> dict[str, A
 
     tempered: divergences [n] by temperature.
     """
-    js, least = tempered[1.0], torch.stack(list(tempered.values())).amin(0)
+    js = tempered[1.0]
+    least = torch.stack(list(tempered.values())).amin(0)
     entropy = distributions.by_rows(lambda p: {"entropy": distributions.entropy(p)}, log_p)["entropy"]
     order = entropy.argsort()
     deciles = [{"entropy": float(entropy[i].mean()), "js": float(js[i].mean())} for i in order.chunk(10)]

@@ -42,7 +42,9 @@ from .contestants import Contestant
 
 TRUTH_SEED = 77
 FACTOR = 3.0  # between neighbouring learning rates
-SLOWEST, FASTEST = 1e-5, 1.0  # limits of learning rates
+# limits of learning rates
+SLOWEST = 1e-5
+FASTEST = 1.0
 MAP = "map.json"  # verdicts for `emo advise`
 POST_HOC = "post-hoc "  # prefix of the labels of objectives that are applied to the baseline
 
@@ -122,7 +124,8 @@ def find_fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[
     generator = torch.Generator().manual_seed(TRUTH_SEED)
     rows = bigram.draw_dirichlet(truths, V, 0.5, generator)
     embedding = torch.randn(V, 16, generator=generator, dtype=torch.float64)
-    log_p, points = rows.log(), []
+    log_p = rows.log()
+    points = []
     for label, contestant in study.contestants.items():
         if contestant.head != "free":  # a fixed point is one of distributions, without a learner
             continue
@@ -146,7 +149,10 @@ def _measure_fixed_point(log_p: Tensor, log_q: Tensor) -> dict[str, float]:
 
 def draw_truths(cell: MapCell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.BigramSample]:
     """Draw truths of a cell and a sample of each. Other kinds and cells have other truths."""
-    truths, train, dev, tokens = [], [], [], cell.V * cell.draws
+    truths = []
+    train = []
+    dev = []
+    tokens = cell.V * cell.draws
     for number in range(count):
         name = f"{TRUTH_SEED} {cell.V} {cell.share} {cell.draws} {kind} {number}"
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
@@ -239,7 +245,8 @@ def train_contestant(
     """Choose a contestant's learning rate and steps on `selection`, and train it on `sample`."""
     contestant = study.contestants[label]
     scores, best_steps = try_rates(study, label, others, selection)
-    rates, tried = best_rates(scores), list(scores)
+    rates = best_rates(scores)
+    tried = list(scores)
     rate = rates[study.outcome]
     ends = (min(scores), max(scores))
     at_end = [label] * (rate in ends or best_steps[rate] == study.steps)
@@ -383,7 +390,8 @@ def answer_cell(study: Study, name: str, result: dict[str, Any], cells: int) -> 
 
     The level is LEVEL^(1 / cells), so that the intervals of all cells are simultaneous (Sidak).
     """
-    question, values = study.questions[name], result["values"]
+    question = study.questions[name]
+    values = result["values"]
     measure = ("gap_" * question.tempered) + study.outcome + ("_by_nll" * question.by_nll)
     better = values[question.better][measure]
     if question.tempered:  # gaps are differences already

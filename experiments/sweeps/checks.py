@@ -89,7 +89,8 @@ def _check_model(experiment: Experiment, config: RunConfig) -> None:
     from emo.pipeline.loss.cost_files import load_cost
     from emo.pipeline.model.build import model_config
 
-    path, cost = config.model.path, config.objective.cost
+    path = config.model.path
+    cost = config.objective.cost
     if path is not None and _is_made_before(experiment, path):
         return
     vocabulary = model_config(config.model).get_text_config().vocab_size

@@ -60,7 +60,9 @@ from emo.data_prep.config import VALIDATION as UNNAMED
 Overrides = dict[str, Any]
 Labels = tuple[tuple[str, str], ...]  # (axis, label) in the file's order
 RESULTS = "results.json"  # results of a sweep or study in its `out`
-VALIDATION, CHANGE = "validation_nll", "validation_change"  # metrics of every run
+# metrics of every run
+VALIDATION = "validation_nll"
+CHANGE = "validation_change"
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
 VARIABLE = re.compile(r"\{([\w.-]+)\}")
 RESERVED = ("run", "dir", "export", "out", "baseline", "baseline_run")  # variables of measures
@@ -174,7 +176,8 @@ class Experiment(Section):
 
     @model_validator(mode="after")
     def _check_references(self) -> Experiment:
-        choose, axis = self.choose, self.compare.axis
+        choose = self.choose
+        axis = self.compare.axis
         roles = [self.repeat, axis, *([choose.axis] if choose else [])]
         references = [("axes", role) for role in roles] + [(axis, self.compare.baseline)]
         for question in self.questions.values():
@@ -267,13 +270,15 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
 
 def expand(experiment: Experiment) -> list[RunSpec]:
     """Return all combinations of labels, in the order of the axes."""
-    axes, choose = experiment.axes, experiment.choose
+    axes = experiment.axes
+    choose = experiment.choose
     runs: dict[Labels, RunSpec] = {}
     for combination in itertools.product(*axes.values()):
         labels = dict(zip(axes, combination, strict=True))
         if choose and any(labels[axis] not in choosing for axis, choosing in choose.where.items()):
             del labels[choose.axis]
-        overrides, variables = dict(experiment.set), labels | experiment.variables
+        overrides = dict(experiment.set)
+        variables = labels | experiment.variables
         for axis, label in labels.items():
             overrides |= axes[axis][label]
         for key in [key for key in overrides if key.startswith("names.")]:
@@ -322,7 +327,8 @@ def find_trials(experiment: Experiment, runs: list[RunSpec]) -> list[RunSpec]:
     """Return the trials of `choose`: all labels of its axis, and the first label of `repeat`."""
     if experiment.choose is None:
         return []
-    axis, first = experiment.choose.axis, next(iter(experiment.axes[experiment.repeat]))
+    axis = experiment.choose.axis
+    first = next(iter(experiment.axes[experiment.repeat]))
     return [run for run in runs if run.labels[experiment.repeat] == first and axis in run.labels]
 
 
@@ -330,11 +336,13 @@ def choose_runs(experiment: Experiment, runs: list[RunSpec], scores: Mapping[str
     """Return the reported runs, from the scores of all trials by run name. NaN is the worst score."""
     if experiment.choose is None:
         return runs
-    axis, repeat = experiment.choose.axis, experiment.repeat
+    axis = experiment.choose.axis
+    repeat = experiment.repeat
     sign = 1 if experiment.choose.least else -1
     best: dict[Labels, tuple[float, str]] = {}
     for run in find_trials(experiment, runs):
-        score, group = sign * scores[run.name], run.without(axis, repeat)
+        score = sign * scores[run.name]
+        group = run.without(axis, repeat)
         score = score if math.isfinite(score) else math.inf
         if group not in best or score < best[group][0]:
             best[group] = score, run.labels[axis]

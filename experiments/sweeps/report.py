@@ -81,7 +81,8 @@ def gather_results(work: Sweep) -> Json:
 
 def _gather_rows(work: Sweep) -> list[Json]:
     """Return a row for each group of runs that differ only in the repetition and the chosen label."""
-    experiment, choose = work.experiment, work.experiment.choose
+    experiment = work.experiment
+    choose = work.experiment.choose
     ignored = (experiment.repeat, choose.axis) if choose else (experiment.repeat,)
     groups: dict[Labels, list[RunSpec]] = {}
     for run in work.reported():
@@ -130,7 +131,8 @@ def _find_missing_values(experiment: Experiment, rows: list[Json]) -> dict[str, 
 
 def answer_question(experiment: Experiment, name: str, rows: list[Json]) -> Json:
     """Return the verdict on a question. Its units are repetitions, averaged over the groups of a label."""
-    question, axis = experiment.questions[name], experiment.compare.axis
+    question = experiment.questions[name]
+    axis = experiment.compare.axis
     units: dict[str, list[float]] = {}
     for label in (question.better, *question.than):
         groups = [_row_values(row, question.outcome) for row in rows if row["labels"][axis] == label]
@@ -142,7 +144,8 @@ def answer_question(experiment: Experiment, name: str, rows: list[Json]) -> Json
 
 def compare_fronts(experiment: Experiment, front: Front, rows: list[Json]) -> Json:
     """Return how much more each label loses than the baseline at equal gain, over repetitions."""
-    axis, baseline = experiment.compare.axis, experiment.compare.baseline
+    axis = experiment.compare.axis
+    baseline = experiment.compare.baseline
     points: dict[str, list[list[pareto.Point]]] = {}  # by label and repetition
     for row in rows:
         pairs = zip(_row_values(row, front.gained), _row_values(row, front.lost), strict=True)
@@ -173,7 +176,8 @@ def sweep_document(results: Json) -> Document:
 
 def evidence_document(results: Json, titles: Mapping[str, tuple[str, str]]) -> Document:
     """Return the report on all parts of the evidence. titles: title and subject by part."""
-    left_out, verdicts = results["left_out"], results["verdicts"]
+    left_out = results["left_out"]
+    verdicts = results["verdicts"]
     sections = [ReportSection("Answers", _verdict_table(verdicts))]
     for name, part in results["parts"].items():
         title, about = titles[name]
@@ -265,14 +269,16 @@ def _front_table(front: Json) -> Table:
 
 
 def _mean_cell(measure: Json, form: str, mark: str = "") -> Cell:
-    mean, high = number(measure.get("mean")), number(measure.get("high"))
+    mean = number(measure.get("mean"))
+    high = number(measure.get("high"))
     half = "" if mean is None or high is None else f"± {high - mean:.2g}"
     return Cell(formatted(mean, form) + mark, half)
 
 
 def _study_blocks(part: Json) -> list[Block]:
     """Return the maps of a study, a table of fitted learners, and a table of fixed points."""
-    points, rows = part["fixed_points"], part["rows"]
+    points = part["fixed_points"]
+    rows = part["rows"]
     first: Json = next(iter(part["verdicts"].values()), {})
     outcome = first.get("outcome", "js")
     caption = MAPPED.format(outcome=outcome, n=first.get("n"))

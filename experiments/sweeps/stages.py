@@ -78,7 +78,8 @@ class Stage:
         note = self.read() if self.directory is not None else {}
         if not note or note.items() >= self.identity.items():
             return
-        before, now = note["made_with"], self.origin
+        before = note["made_with"]
+        now = self.origin
         changes = [key for key in {**now, **before} if before.get(key) != now.get(key)]
         change = "another stage before it"
         if changes:

@@ -64,7 +64,8 @@ class Sweep:
     """An experiment and its files."""
 
     def __init__(self, experiment: Experiment, log: Callable[[str], None] = print) -> None:
-        self.experiment, self.log = experiment, log
+        self.experiment = experiment
+        self.log = log
         self.commands = CommandPool()
         self.runs = expand(experiment)
         self._stages: dict[tuple[str, str | None], list[Stage]] = {}
@@ -126,9 +127,13 @@ class Sweep:
 
     def training(self, run: RunSpec) -> list[Stage]:
         """Return the stages of preparation and training, from the files as they are now."""
-        config, data, directory = self.config(run), self.data(run), self.directory(run)
-        shared, note = self.before(), self.note(run, TRAIN)
-        recipe, script = str(self.experiment.recipe), str(shipped(Path(SCRIPTS[config.data.kind])))
+        config = self.config(run)
+        data = self.data(run)
+        directory = self.directory(run)
+        shared = self.before()
+        note = self.note(run, TRAIN)
+        recipe = str(self.experiment.recipe)
+        script = str(shipped(Path(SCRIPTS[config.data.kind])))
         prepare = Stage(
             PREPARE,
             ["python", "-m", "emo", "prepare", recipe, *run.arguments("data"), f"data.dir={data}"],
@@ -160,7 +165,8 @@ class Sweep:
         if not all(task.done for task in trials):
             return trials
         choose = self.experiment.choose
-        axis, label = self.experiment.compare.axis, self.experiment.compare.baseline
+        axis = self.experiment.compare.axis
+        label = self.experiment.compare.baseline
         ignored = (axis, choose.axis) if choose else (axis,)
         runs = sorted(self.reported(), key=lambda run: run.labels[axis] != label)  # baselines first
         baselines = {run.without(*ignored): run for run in runs if run.labels[axis] == label}

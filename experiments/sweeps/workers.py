@@ -104,7 +104,8 @@ def command_environment() -> dict[str, str]:
 
 def main(argv: list[str]) -> int:
     """Run a command in its own process group. Returns its exit code, or 128 + N if signal N killed it."""
-    parent, command = int(argv[0]), argv[1:]
+    parent = int(argv[0])
+    command = argv[1:]
     requests: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: requests.append(number))

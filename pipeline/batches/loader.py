@@ -136,9 +136,11 @@ class Loader:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, step: int) -> StepBatch:
-        data, rows = self.batches.data, self.order.step_rows(step)
+        data = self.batches.data
+        rows = self.order.step_rows(step)
         local, real = rank_rows(rows, self.world.rank, self.world.ranks, self.batches.micro)
-        several, valid = len(data.domains) > 1, data.valid[rows]
+        several = len(data.domains) > 1
+        valid = data.valid[rows]
         micro = list(self.batches.read(local, None if real.all() else real, several))
         counts = np.bincount(data.domain[rows], valid, len(data.domains)).astype(np.int64).tolist()
         return StepBatch(rows, int(valid.sum()), counts if several else [], micro)

@@ -49,7 +49,9 @@ def find_prompts(micro: dict[str, Any]) -> list[Prompt]:
 
     A document that is supervised from the start gives its first half.
     """
-    ids, bounds, plan = micro["input_ids"].numpy(), micro[BOUNDS].tolist(), micro["labels"]
+    ids = micro["input_ids"].numpy()
+    bounds = micro[BOUNDS].tolist()
+    plan = micro["labels"]
     labels = np.full(ids.size, IGNORE)
     labels[plan.positions] = plan.labels  # position i predicts token i + 1
     prompts = []
@@ -59,7 +61,8 @@ def find_prompts(micro: dict[str, Any]) -> list[Prompt]:
             first = supervised[0]
             length = int(first) + 1 if first else (end - start + 1) // 2
             answer = supervised[supervised - first == np.arange(len(supervised))]
-            row, last = start // ids.shape[1], int(labels[start + answer[-1]])
+            row = start // ids.shape[1]
+            last = int(labels[start + answer[-1]])
             prompts.append(Prompt(row, ids.reshape(-1)[start : start + length], last))
     return prompts
 
@@ -121,7 +124,8 @@ def generate_texts(
     """
     inputs, mask = _pad_left(prompts, uniforms.device)
     positions = (mask.cumsum(1) - 1).clamp_(min=0)
-    cache, written = None, inputs[:, :0]
+    cache = None
+    written = inputs[:, :0]
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=inputs.device)
     for uniform in uniforms.unbind(1):
         arguments = {"input_ids": inputs, "attention_mask": mask, "position_ids": positions}
@@ -162,9 +166,12 @@ def repack_rows(
     """Return a micro-batch of the same shape with prompts and texts, of which the texts are supervised."""
     rows, block = micro["input_ids"].shape
     ids, positions = torch.zeros(2, rows, block, dtype=torch.int64).unbind()
-    labels, filled = torch.full((rows, block), IGNORE), [0] * rows
+    labels = torch.full((rows, block), IGNORE)
+    filled = [0] * rows
     for prompt, text in zip(prompts, texts, strict=True):
-        row, first, length = prompt.row, filled[prompt.row], len(prompt.ids) + len(text)
+        row = prompt.row
+        first = filled[prompt.row]
+        length = len(prompt.ids) + len(text)
         if first + length > block:
             continue
         filled[row] += length
@@ -209,9 +216,12 @@ class OnPolicy:
 
     def write(self, batch: StepBatch, step: int) -> StepBatch:
         """Return the batch of `step` as the model continues it. All ranks must call."""
-        start, world = time.perf_counter(), self.trainer.world
+        start = time.perf_counter()
+        world = self.trainer.world
         first_row = world.rank * sum(len(micro["input_ids"]) for micro in batch.micro)  # of the global batch
-        micros, counts, written = [], np.zeros(max(1, self.domains), np.int64), 0
+        micros = []
+        counts = np.zeros(max(1, self.domains), np.int64)
+        written = 0
         self.trainer.ds.eval()
         for micro in batch.micro:
             rows = len(micro["input_ids"])

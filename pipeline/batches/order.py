@@ -109,7 +109,9 @@ def mixture_flow(
     """
     ramps = domain_shares(mixture, domains)
     limits = [mixture.max_epochs.get(domain.name, math.inf) * domain.amount for domain in domains]
-    times, due, rates = [float(start)], [np.array(done, dtype=np.float64)], []
+    times = [float(start)]
+    due = [np.array(done, dtype=np.float64)]
+    rates = []
     for first, last in itertools.pairwise([*_stairs(ramps), math.inf]):
         middle = first if last == math.inf else (first + last) / 2
         weights = [ramp.at(middle) for ramp in ramps]
@@ -287,7 +289,8 @@ class MixedOrder:
         if step < self._plain_steps:
             return self._plain.step_rows(step)
         streams = self._period_of(step).streams
-        starts, stops = self.count_rows(step).tolist(), self.count_rows(step + 1).tolist()
+        starts = self.count_rows(step).tolist()
+        stops = self.count_rows(step + 1).tolist()
         parts = [stream.take(*ends) for stream, *ends in zip(streams, starts, stops, strict=True)]
         positions = [(np.arange(len(part)) + 0.5) / max(1, len(part)) for part in parts]
         return np.concatenate(parts)[np.argsort(np.concatenate(positions), kind="stable")]
@@ -346,7 +349,9 @@ class MixedOrder:
 
         Searches for the time at which the domains together have that many rows.
         """
-        time, low, high = float(rows / self.batch), float(period.start), math.inf
+        time = float(rows / self.batch)
+        low = float(period.start)
+        high = math.inf
         low_counts = high_counts = period.counts
         for tries in itertools.count():
             due = zip(period.streams, period.flow.at(time).tolist(), strict=True)
@@ -355,13 +360,15 @@ class MixedOrder:
             if missing == 0:
                 return counts
             if missing > 0:
-                low, low_counts = time, counts
+                low = time
+                low_counts = counts
                 if time > period.flow.times[-1] and not period.flow.rates[-1].any():
                     steps = (rows - missing) // self.batch
                     problem = f"the domains of train.mixture last for {steps:,} steps"
                     raise UserError(f"{problem}. Raise max_epochs, or set train.max_steps to that")
             else:
-                high, high_counts = time, counts
+                high = time
+                high_counts = counts
             time += missing / self.batch  # exact if rows come evenly
             if tries >= 6 or not low < time < high:
                 time = (low + high) / 2 if high < math.inf else low + 2.0**tries

@@ -293,7 +293,8 @@ def restore(config: RunConfig, identity: Identity) -> None:
     Raises UserError for another run. A store that cannot be read is only reported if the run directory has
     checkpoints.
     """
-    run_dir, target = config.output_dir, config.train.copy_to
+    run_dir = config.output_dir
+    target = config.train.copy_to
     if target is None:
         return
     is_new = not (run_dir / CONFIG).is_file() and not checkpoints(run_dir)

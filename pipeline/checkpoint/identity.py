@@ -138,7 +138,8 @@ def _hash_programs(config: RunConfig) -> dict[str, str]:
         hashes[program.name if source.endswith(".py") else source] = sha256(program)
         for module, loaded in sorted(sys.modules.items()):
             origin = getattr(getattr(loaded, "__spec__", None), "origin", None)
-            path, package = Path(origin or ""), module.split(".")[0]
+            path = Path(origin or "")
+            package = module.split(".")[0]
             if module == "__main__" or package == "emo" or path.suffix != ".py":
                 continue
             near = path.is_relative_to(program.parent) or not path.is_relative_to(REPOSITORY)
@@ -200,11 +201,9 @@ def check_unchanged(where: Path | str, before: Any, now: Identity) -> None:
 
 def mixture_history(config: RunConfig) -> list[MixtureStart]:
     """Return the mixtures that the run was trained with, and the recipe's, in the order of their steps."""
-    recorded, now, start = (
-        _recorded_mixtures(config.output_dir),
-        config.train.mixture,
-        config.train.mixture_from,
-    )
+    recorded = _recorded_mixtures(config.output_dir)
+    now = config.train.mixture
+    start = config.train.mixture_from
     if not recorded or recorded[-1].mixture == now:
         return recorded or [MixtureStart(0, now)]
     assert start is not None

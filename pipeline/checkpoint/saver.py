@@ -127,7 +127,8 @@ class Saver:
     def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
         """Start to write a checkpoint, when the previous one is complete. All ranks must call."""
         self.finish()
-        engine, partial = self.engine, partial_directory(self.config.output_dir, step)
+        engine = self.engine
+        partial = partial_directory(self.config.output_dir, step)
         if engine.world.is_main:
             remove(partial)
         dist.barrier()
@@ -157,7 +158,8 @@ class Saver:
         """
         while self._thread is not None and self._thread.is_alive() and self.problem is None:
             self._thread.join(max(0.0, self._deadline - time.monotonic()))
-        error, self._thread = self.problem, None
+        error = self.problem
+        self._thread = None
         if error is None and self.lock.problem is not None:
             error = UserError(self.lock.problem, code="lock-lost")
         error = _first_error(gather_objects(error))
@@ -166,7 +168,8 @@ class Saver:
 
     def finish_copies(self, stopped: Callable[[], bool]) -> None:
         """Wait for copies until they stall or a rank has to stop. All ranks must call."""
-        uploads, wait = self._uploads, 0.1
+        uploads = self._uploads
+        wait = 0.1
         while True:
             progressing = uploads is not None and uploads.is_progressing()
             states = gather_objects((progressing, stopped()), self.group)
@@ -222,7 +225,8 @@ class Saver:
         """Mark and rename a checkpoint of which all parts are written, and prune. Return what failed."""
         if self.lock.problem is not None:
             return FailureError(self.lock.problem)
-        run_dir, train = self.config.output_dir, self.config.train
+        run_dir = self.config.output_dir
+        train = self.config.train
         try:
             write_complete(saved.directory, files)
             final = publish(run_dir, saved.step)
@@ -236,7 +240,8 @@ class Saver:
 
     def _write_part(self, saved: Saved, copied: ModelCopy | None) -> dict[str, FileFacts]:
         """Write this rank's files, and on rank 0 the export. Return their sizes and hashes."""
-        partial, is_main = saved.directory, self.engine.world.is_main
+        partial = saved.directory
+        is_main = self.engine.world.is_main
         if is_main:
             partial.mkdir(parents=True, exist_ok=True)
             state = saved._asdict()
@@ -258,7 +263,8 @@ class Saver:
 
     def export_info(self, step: int, tokens: int) -> dict[str, Any]:
         """Return the content of export.json: the origin of an export."""
-        config, data = self.config, settings(self.config.data)
+        config = self.config
+        data = settings(self.config.data)
         return {
             "run": str(config.output_dir),
             "origin": config.model.path or "new",

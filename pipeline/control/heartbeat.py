@@ -100,7 +100,8 @@ def read_traces(run_dir: Path) -> dict[int, Trace]:
 
 def _parse_trace(file: IO[bytes]) -> Trace:
     content = _PlainUnpickler(file).load()
-    groups, entries = content["pg_status"].values(), content["entries"]
+    groups = content["pg_status"].values()
+    entries = content["entries"]
     counts = [
         sum(max(0, int(group[f"last_{what}_collective"])) for group in groups)
         for what in ("enqueued", "started")
@@ -119,7 +120,8 @@ def is_accounted_for(run_dir: Path) -> bool:
 
 def find_late_rank(run_dir: Path) -> str | None:
     """Describe the rank that others waited for, and the collective. None without traces that show it."""
-    states, traces = read_ranks(run_dir), read_traces(run_dir)
+    states = read_ranks(run_dir)
+    traces = read_traces(run_dir)
     if not traces:
         return None
     least = min(trace.progress for trace in traces.values())
@@ -129,6 +131,7 @@ def find_late_rank(run_dir: Path) -> str | None:
         behind = [rank for rank in states if traces[rank].progress == least]
     if not behind:
         return None
-    state, more = states[behind[0]], f" and {len(behind) - 1} more" * (len(behind) > 1)
+    state = states[behind[0]]
+    more = f" and {len(behind) - 1} more" * (len(behind) > 1)
     who = f"rank {behind[0]} on {state.get('host')}{more} ({state.get('doing')})"
     return f"the first that was late: {who}; others waited in {furthest.waits_in}"

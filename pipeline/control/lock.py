@@ -55,7 +55,8 @@ class RunLock:
         """
         if self._lease is None:
             return
-        began, first = time.monotonic(), None
+        began = time.monotonic()
+        first = None
         try:
             while not self._lease.acquire(self._beat):
                 holder = self._lease.holder()

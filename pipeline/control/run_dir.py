@@ -148,7 +148,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the objects with a `step` in a file of JSON lines, and the number of other lines."""
-    records, damaged = [], 0
+    records = []
+    damaged = 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         if (record := _record(line)) is not None:
             records.append(record)

@@ -69,7 +69,8 @@ def first_reason(reason: str | None) -> str | None:
 
 def raise_on_all_ranks(work: Callable[[], T]) -> T:
     """Return the result of `work` on this rank, and raise a UserError of any rank on all; all must call."""
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = work()
     except UserError as mistake:

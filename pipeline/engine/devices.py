@@ -59,7 +59,8 @@ def threads_per_rank() -> int:
     If srun or mpirun has bound each rank to cores, these are its share. GPU ranks need threads too, to step
     offloaded optimizers.
     """
-    cores, ranks = len(CORES), local_ranks()
+    cores = len(CORES)
+    ranks = local_ranks()
     if any(name in os.environ for name in BINDING) and cores * ranks <= (os.cpu_count() or 1):
         return cores
     return max(1, cores // ranks)
@@ -171,7 +172,8 @@ def find_gpu_error(gpus: GpuFacts, ranks: int) -> UserError | None:
         return None
     reason = gpus.problem.split(". ")[0].strip() or "no device"
     build = f"this PyTorch is for {gpus.build or 'CPUs'}"
-    code, text = HARDWARE, f"the GPU cannot be used ({reason}). Check nvidia-smi"
+    code = HARDWARE
+    text = f"the GPU cannot be used ({reason}). Check nvidia-smi"
     if gpus.usable:
         promised = len(gpus.visible.split(",")) if gpus.visible else gpus.granted
         text = f"{ranks} ranks start on this host, but only {gpus.usable} GPUs can be used. Check nvidia-smi"
@@ -179,14 +181,18 @@ def find_gpu_error(gpus: GpuFacts, ranks: int) -> UserError | None:
             code = "too-few-gpus"
             text += ", start one rank per GPU, and make all GPUs visible to every rank (--gpus-per-node)"
     elif not gpus.build:
-        code, text = "cpu-build", f"{build}. Install one for the GPU (make setup TORCH_ARGS=...)"
+        code = "cpu-build"
+        text = f"{build}. Install one for the GPU (make setup TORCH_ARGS=...)"
     elif gpus.visible is not None and gpus.visible.strip() in ("", "-1"):
-        code, text = "gpus-hidden", f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides every GPU. Unset it"
+        code = "gpus-hidden"
+        text = f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides every GPU. Unset it"
     elif "driver" in gpus.problem and "old" in gpus.problem:
-        code, text = "old-driver", f"{build}, but the GPU's driver is too old for it. Update the driver"
+        code = "old-driver"
+        text = f"{build}, but the GPU's driver is too old for it. Update the driver"
     elif not gpus.present and not gpus.granted:
         cure = "Request one (docker run --gpus all, sbatch --gpus-per-node, nvidia.com/gpu)"
-        code, text = "no-gpu", f"{build}, but this host has no GPU. {cure}"
+        code = "no-gpu"
+        text = f"{build}, but this host has no GPU. {cure}"
     kind = FailureError if code == HARDWARE else UserError
     return kind(f"{text}, or set DS_ACCELERATOR=cpu to train on the CPU", code=code)
 
@@ -194,7 +200,8 @@ def find_gpu_error(gpus: GpuFacts, ranks: int) -> UserError | None:
 def check_gpus() -> None:
     """Raise UserError if the ranks of this host must not start on its GPUs. Needs no process group."""
     problem = ""
-    hip, cuda = torch.version.hip, torch.version.cuda
+    hip = torch.version.hip
+    cuda = torch.version.cuda
     build = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else ""
     available = torch.cuda.is_available()
     if build and not available:

@@ -211,7 +211,8 @@ def check_deepspeed_host(ds_config: DsConfig) -> None:
     if on_gpu() and importlib.util.find_spec("triton") is not None and find_c_compiler() is None:
         raise UserError("Triton needs a C compiler, and this host has none. Install gcc", code="compiler")
     zero = ds_config.get("zero_optimization", {})
-    size, ranks = zero.get("zero_hpz_partition_size", 1), local_ranks()
+    size = zero.get("zero_hpz_partition_size", 1)
+    ranks = local_ranks()
     if size > 1 and ranks % size:
         problem = f"zero_hpz_partition_size={size} does not divide the {ranks} ranks of a host"
         raise UserError(f"{problem}. Set it to {ranks} or a divisor", code="hpz-ranks")
@@ -306,8 +307,10 @@ def _describe(problem: Mapping[str, Any]) -> str:
 def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int) -> None:
     """Raise UserError for settings that are valid but do not work together."""
     zero = tree.get("zero_optimization", {"stage": 1})
-    stage, size = int(zero.get("stage", 0)), zero.get("zero_hpz_partition_size", 1)
-    offload, muon = zero.get("offload_optimizer") or {}, config.train.optimizer == "muon"
+    stage = int(zero.get("stage", 0))
+    size = zero.get("zero_hpz_partition_size", 1)
+    offload = zero.get("offload_optimizer") or {}
+    muon = config.train.optimizer == "muon"
     errors = []
     if stage == 0:
         problem = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from emo.common.errors import UserError
 
-GB, GIB, TERA = 1e9, 2**30, 1e12
+GB = 1e9
+GIB = 2**30
+TERA = 1e12
 USABLE = 0.92  # share of a GPU's memory. The CUDA context, NCCL and fragments take the rest.
 NODE = 8  # GPUs
 

@@ -78,7 +78,8 @@ class Snapshots(TorchCheckpointEngine):
         Raises UserError before writing if weights or the optimizer's state are not finite, because no run
         could recover from them. A model's buffers may hold infinity.
         """
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for state, _ in waiting:
             _check_finite(state)
         for state, path in waiting:

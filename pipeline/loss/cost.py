@@ -172,7 +172,8 @@ class TokenPlan:
 
     def to_device(self, device: torch.device) -> DevicePlan:
         """Send the arrays to `device` in one asynchronous copy."""
-        T, U = len(self.positions), len(self.targets)
+        T = len(self.positions)
+        U = len(self.targets)
         return DevicePlan(*self.packed.to(device, non_blocking=True).split([T, T, T, U]))
 
 
@@ -200,7 +201,8 @@ def plan_tokens(labels: Tensor, pin: bool = False) -> TokenPlan:
     is_first = np.ones(len(ordered), dtype=bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
     starts = np.flatnonzero(is_first)
-    T, U = len(ordered), len(starts)
+    T = len(ordered)
+    U = len(starts)
     packed = torch.empty(3 * T + U, dtype=torch.int64, pin_memory=pin)
     sorted_positions, sorted_labels, target_index, targets = np.split(packed.numpy(), [T, 2 * T, 3 * T])
     sorted_positions[:] = positions[order]
@@ -367,7 +369,8 @@ def unit_rows(weight: Tensor, dtype: torch.dtype | None = None, checked: bool = 
     usual = torch.float16 if weight.dtype == torch.bfloat16 else weight.dtype
     rows = torch.empty_like(weight, dtype=dtype or usual)
     work = torch.promote_types(torch.promote_types(weight.dtype, rows.dtype), torch.float32)
-    finite, zeros = [], []
+    finite = []
+    zeros = []
     for start in range(0, len(weight), NORMALISE_ROWS):
         part = weight[start : start + NORMALISE_ROWS].to(work)
         # divide by the largest entry first: squares of tiny or huge entries leave float32's range
@@ -477,7 +480,8 @@ class CostCache:
         slots = np.arange(len(missing)) + self.capacity
         free = min(self.capacity - self.used, len(missing))
         slots[:free] = np.arange(self.used, self.used + free)
-        self.slot[missing[:free]], self.owner[slots[:free]] = slots[:free], missing[:free]
+        self.slot[missing[:free]] = slots[:free]
+        self.owner[slots[:free]] = missing[:free]
         self.used += free
         remaining = len(missing) - free
         if remaining and self.capacity:
@@ -491,7 +495,8 @@ class CostCache:
             replaced = victims[wins]
             slots[winners] = replaced
             self.slot[self.owner[replaced]] = -1
-            self.slot[missing[winners]], self.owner[replaced] = replaced, missing[winners]
+            self.slot[missing[winners]] = replaced
+            self.owner[replaced] = missing[winners]
         return slots
 
 
@@ -520,7 +525,10 @@ class ExactRows:
         dtype: torch.dtype | None,
         size: int,
     ) -> None:
-        self.cost, self.plan, self.on_device, self.size = cost, plan, on_device, size
+        self.cost = cost
+        self.plan = plan
+        self.on_device = on_device
+        self.size = size
         self.similarity = dtype is None  # keep the cosines of the product
         self.first = self.last = 0  # the targets in the window
         dtype = dtype or torch.promote_types(cost.rows.dtype, torch.float32)
@@ -532,13 +540,15 @@ class ExactRows:
 
     def read_group(self, start: int, stop: int) -> CostRows:
         """Return the rows of tokens [start, stop) of the plan, valid until the next call."""
-        low, high = int(self.plan.target_index[start]), int(self.plan.target_index[stop - 1]) + 1
+        low = int(self.plan.target_index[start])
+        high = int(self.plan.target_index[stop - 1]) + 1
         if high > self.last:
             overlap = self.last - low
             if overlap > 0:
                 shared = self.rows[low - self.first : self.last - self.first]
                 self.rows[:overlap] = shared if overlap <= low - self.first else shared.clone()
-            first, self.first = max(low, self.last), low
+            first = max(low, self.last)
+            self.first = low
             self.last = min(low + self.size, len(self.plan.targets))
             targets = self.on_device.targets[first : self.last]
             compute = self.cost.cosines if self.similarity else self.cost.costs
@@ -554,7 +564,11 @@ class CachedRows:
         self, cost: CostEmbedding, cache: CostCache, plan: TokenPlan, on_device: DevicePlan,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
-        self.cost, self.cache, self.plan, self.on_device, self.dtype = cost, cache, plan, on_device, dtype
+        self.cost = cost
+        self.cache = cache
+        self.plan = plan
+        self.on_device = on_device
+        self.dtype = dtype
         cache.frequency[plan.targets] += plan.counts
         self.slots = cache.slot[plan.targets]  # -1: not in the table
         self._slots_on_device: Tensor | None = None
@@ -565,7 +579,8 @@ class CachedRows:
 
     def read_group(self, start: int, stop: int) -> CostRows:
         """Return the rows of tokens [start, stop): the full table, or a copy of these rows in `dtype`."""
-        low, high = int(self.plan.target_index[start]), int(self.plan.target_index[stop - 1]) + 1
+        low = int(self.plan.target_index[start])
+        high = int(self.plan.target_index[stop - 1]) + 1
         index = self.on_device.target_index[start:stop]
         if self.dtype is None and high - low <= self.cache.window:
             return CostRows(self.cache.rows, self._fill(low, high)[index])

@@ -136,7 +136,8 @@ def _check_head_inputs(
     hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: TeacherBatch | None
 ) -> None:
     """Raise UserError for shapes or dtypes that do not fit, and for a missing or needless teacher."""
-    V, N = len(weight), label_count(labels)
+    V = len(weight)
+    N = label_count(labels)
     if weight.dim() != 2 or weight.numel() == 0:
         problem = f"fused loss: the head's weight has shape {list(weight.shape)}"
         cure = "under ZeRO-3 call the head itself (fuse_head), or gather it around loss and backward"
@@ -165,7 +166,10 @@ def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, limit:
     return min(limit, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
 
 
-LOWEST, HIGHEST, PER_OCTAVE = -20, 20, 4  # weights from 2^-20 to 2^20, in steps of a quarter of an octave
+# weights from 2^-20 to 2^20, in steps of a quarter of an octave
+LOWEST = -20
+HIGHEST = 20
+PER_OCTAVE = 4
 BINS = (HIGHEST - LOWEST) * PER_OCTAVE + 1
 
 
@@ -186,7 +190,8 @@ class Totals:
 
     def __init__(self, spec: Spec, labels: int, like: Tensor) -> None:
         """Start at zero for a call with this number of labels, valid or not; `like`: its input tensor."""
-        self.spec, device = spec, like.device
+        self.spec = spec
+        device = like.device
         self.dtype = statistics_dtype(like.dtype)
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)  # the columns of `add`
         self.tokens = 0
@@ -218,7 +223,8 @@ class Totals:
             shift = (factor.log2() * PER_OCTAVE).round().long()  # of the histogram, to a bin
             index = (torch.arange(BINS, device=loss.device) + shift).clamp(0, BINS - 1)
             shifted = torch.zeros_like(self.weights).scatter_add_(0, index, self.weights[:BINS])
-            shifted[BINS], self.weights = self.weights[BINS], shifted
+            shifted[BINS] = self.weights[BINS]
+            self.weights = shifted
         if self.spec.cost is None:
             demd = torch.full_like(nll, torch.nan)
         if not self.spec.terms.objective.divergences:
@@ -340,7 +346,8 @@ def apply_fused(
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     stored = None if stored is None else stored.reshape(-1)
     _check_head_inputs(hidden, weight, labels, spec, teacher)
@@ -371,7 +378,8 @@ def logits_loss(
     for name in ("softcap", "logit_scale"):
         if name in options:
             raise UserError(f"the logits include {name} already; remove it", code="options-clash")
-    spec, V = make_spec(objective.require_fixed(), cost, **options), logits.shape[-1]
+    spec = make_spec(objective.require_fixed(), cost, **options)
+    V = logits.shape[-1]
     if logits.shape[:-1] != labels.shape:
         shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
         raise UserError(f"{shapes} must have shapes [..., V] and [...]", code="shapes")
@@ -379,7 +387,8 @@ def logits_loss(
         raise UserError("the live head and a teacher need the fused head (fuse_head)", code="needs-head")
     _check_objective_inputs(spec, labels.numel(), stored, V)
     needs = (torch.is_grad_enabled() and logits.requires_grad, False, False)
-    flat, stored = logits.reshape(-1, V), None if stored is None else stored.reshape(-1)
+    flat = logits.reshape(-1, V)
+    stored = None if stored is None else stored.reshape(-1)
     with torch.autocast(logits.device.type, enabled=False):  # autocast would round the costs' products
         return LossSums(*_FusedLoss.apply(flat, None, None, labels.reshape(-1), spec, needs, None, stored))
 
@@ -418,7 +427,8 @@ class _FusedLoss(torch.autograd.Function):
         teacher: TeacherBatch | None,
         stored: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        gradients, totals = Accumulator(x, weight, needs), Totals(spec, label_count(labels), x)
+        gradients = Accumulator(x, weight, needs)
+        totals = Totals(spec, label_count(labels), x)
         for positions, G, tokens in run_chunks(x, weight, bias, labels, spec, any(needs), teacher, stored):
             totals.add(tokens, positions)
             if any(needs):
@@ -433,7 +443,9 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the fused loss was differentiated twice; run its forward pass again")
-        gradients, ctx.gradients = ctx.gradients, None  # free them as soon as autograd is done
+        # free them as soon as autograd is done
+        gradients = ctx.gradients
+        ctx.gradients = None
         factor = d_loss if ctx.factor is None else d_loss * ctx.factor
         scaled = (materialize_grad(*pair, factor) for pair in zip(gradients, ctx.dtypes, strict=True))
         return (*scaled, None, None, None, None, None)
@@ -454,10 +466,12 @@ def run_chunks(
     x is hidden states [N, H], or logits [N, V] if `weight` [V, H] is None. bias is [V], stored is [N].
     Without `gradient` the rows have no meaning. The next chunk overwrites them in any case.
     """
-    device, V = x.device, x.shape[1] if weight is None else len(weight)
+    device = x.device
+    V = x.shape[1] if weight is None else len(weight)
     plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=device.type == "cuda")
     plan.check(V)
-    triton, objective = spec.uses_triton(x), spec.terms.objective
+    triton = spec.uses_triton(x)
+    objective = spec.terms.objective
     if not len(plan):
         return
     on_device = plan.to_device(device)
@@ -466,7 +480,8 @@ def run_chunks(
     # divergences that read the logits after another part has begun to write the gradient
     copies = teacher is not None and (with_targets or (triton and len(objective.divergences) > 1))
     size = min(_chunk_size(spec, x, V, copies, isinstance(teacher, Teacher)), len(plan))
-    cost, rows = _prepare_cost(spec.cost, weight, x), None
+    cost = _prepare_cost(spec.cost, weight, x)
+    rows = None
     if cost is not None and with_targets:
         group = group_size(V, x.dtype, device, size)
         rows = open_rows(cost, plan, on_device, None if triton else statistics_dtype(x.dtype), group, size)
@@ -478,7 +493,8 @@ def run_chunks(
         if teacher is None:
             tokens = process_chunk(z, chunk, rows, spec.terms, gradient, triton)
         else:
-            logits, tokens_of_targets = z, None
+            logits = z
+            tokens_of_targets = None
             if copies:
                 logits = padded_rows(len(z), V, z.dtype, device).copy_(z)
             if with_targets:
@@ -521,7 +537,9 @@ class LogitReader:
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, logit_scale: float, size: int
     ) -> None:
         """Take x and weight as in `run_chunks`; `size` is the number of tokens per chunk."""
-        self.x, self.weight, self.logit_scale = x, weight, logit_scale
+        self.x = x
+        self.weight = weight
+        self.logit_scale = logit_scale
         self.dtype = statistics_dtype(x.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.buffer = None if weight is None else padded_rows(size, len(weight), x.dtype, x.device)
@@ -531,7 +549,8 @@ class LogitReader:
 
         `start` is the index of the first token in the plan. The next call overwrites the logits.
         """
-        z, offset = self.x[positions], None
+        z = self.x[positions]
+        offset = None
         if self.weight is None or self.buffer is None:
             target = z.gather(1, y[:, None])[:, 0].to(self.dtype)
         else:
@@ -595,14 +614,18 @@ def process_chunk(
     step = n if triton else group_size(V, logits.dtype, logits.device, n)
     scratch = None if triton else _Scratch.allocate(step, logits, terms)
     in_full = in_full or terms.softcap is not None or logits.dtype == torch.float16
-    parts, solver, stop = [], solve, 0
+    parts = []
+    solver = solve
+    stop = 0
     while stop < n:
-        start, stop = stop, min(stop + step, n)
+        start = stop
+        stop = min(stop + step, n)
         rows = None
         if costs is not None:
             stop = costs.group_end(chunk.start + start, chunk.start + stop) - chunk.start
             rows = costs.read_group(chunk.start + start, chunk.start + stop)
-        block, part = logits[start:stop], chunk.rows(start, stop)
+        block = logits[start:stop]
+        part = chunk.rows(start, stop)
         if scratch is None:
             from .kernels.objectives import TritonRows, compiled_solve
 
@@ -633,7 +656,8 @@ def add_divergences(
     G [n, V] is the gradient of the other parts of the loss and `tokens` are their results. Without other
     parts `tokens` is None, and G may be `logits` [n, V] itself. Logits and teacher are overwritten.
     """
-    (n, V), parts = logits.shape, []
+    (n, V) = logits.shape
+    parts = []
     # kernels have no temporaries, except for (C p) of eq. 15
     unlimited = triton and not terms.objective.needs_transport
     step = n if unlimited else group_size(V, logits.dtype, logits.device, n)
@@ -678,8 +702,10 @@ class Accumulator:
 
     def __init__(self, x: Tensor, weight: Tensor | None, needs: GradientFlags) -> None:
         """Take x and weight as in `run_chunks`."""
-        self.x, self.weight = x, weight
-        V, stats = x.shape[1] if weight is None else len(weight), statistics_dtype(x.dtype)
+        self.x = x
+        self.weight = weight
+        V = x.shape[1] if weight is None else len(weight)
+        stats = statistics_dtype(x.dtype)
         self.d_x = torch.zeros_like(x) if needs[0] else None
         self.d_bias = torch.zeros(V, dtype=stats, device=x.device) if needs[2] else None
         self.block_rows = V
@@ -704,7 +730,8 @@ class Accumulator:
 
     def _add_to_blocks(self, blocks: Blocks, G: Tensor, scaled: Tensor) -> None:
         """Add G^T (h r s), for `scaled` h r s [n, H]."""
-        stats, widened = statistics_dtype(G.dtype), needs_widening(G)
+        stats = statistics_dtype(G.dtype)
+        widened = needs_widening(G)
         mixed = G.is_cuda and G.dtype != stats  # only CUDA multiplies half precision into a float32 sum
         scaled = scaled.to(stats) if widened else scaled
         is_first = not blocks

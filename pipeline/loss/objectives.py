@@ -544,7 +544,9 @@ def check_objective(name: str, function: Callable[[Scalars], Coefficients], logi
     for dtype in (torch.float64, torch.float32):
         # probabilities of the target from 1 to 0, and wrong tokens that cost nothing or the maximum
         m = torch.tensor((0.0, 1e-9, 30.0, 1e4), dtype=dtype).repeat(2)
-        p, others, zero = torch.exp(-m), -torch.expm1(-m), torch.zeros_like(m)
+        p = torch.exp(-m)
+        others = -torch.expm1(-m)
+        zero = torch.zeros_like(m)
         price = torch.tensor([0.0, 1.0], dtype=dtype).repeat_interleave(4)
         squares = p * p + others * others
         extreme = Scalars(m, p, others * price, zero, squares, torch.maximum(p, others), -5 * price)
@@ -554,7 +556,9 @@ def check_objective(name: str, function: Callable[[Scalars], Coefficients], logi
 
 def _random_rows() -> LogitRows:
     """Return 64 rows of nine logits, half of which predict the target almost certainly or hardly at all."""
-    n, V, generator = 64, 9, torch.Generator().manual_seed(0)
+    n = 64
+    V = 9
+    generator = torch.Generator().manual_seed(0)
 
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
@@ -562,7 +566,8 @@ def _random_rows() -> LogitRows:
     logits = 3 * torch.randn(n, V, generator=generator, dtype=torch.float64)
     logits[n // 2 :] *= 20
     y = torch.randint(V, (n,), generator=generator)
-    costs, stored = uniform(n, V).scatter(1, y[:, None], 0), -3 * uniform(n)
+    costs = uniform(n, V).scatter(1, y[:, None], 0)
+    stored = -3 * uniform(n)
     stored[::3] *= 30
     return LogitRows(logits, y, costs, stored)
 
@@ -633,7 +638,8 @@ def compute_scalars(z: Tensor, rows: LogitRows, logit_scale: float = 1.0) -> Sca
     log_p = (logit_scale * z).log_softmax(-1)
     p = log_p.exp()
     m = -log_p.gather(1, rows.y[:, None])[:, 0]
-    D, H = (p * rows.costs).sum(1), -(p * log_p).sum(1)
+    D = (p * rows.costs).sum(1)
+    H = -(p * log_p).sum(1)
     return Scalars(m, torch.exp(-m), D, H, p.square().sum(1), p.amax(1), rows.stored)
 
 

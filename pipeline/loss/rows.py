@@ -107,14 +107,18 @@ def solve(
     """
     scale = terms.objective.logit_scale
     solution = _solve_scalars(stats, stored, scale)
-    m, D, others = solution.scalars.m, solution.scalars.D, solution.others
+    m = solution.scalars.m
+    D = solution.scalars.D
+    others = solution.others
     assert D is not None  # `_solve_scalars` always sets it
     loss, A, B, C, weight = terms.objective.coefficients(solution.scalars)
     weight = A if weight is None else weight
-    nll, demd = m, D
+    nll = m
+    demd = D
     if stats.unscaled_lse is not None and stats.unscaled_d is not None:
         unscaled_gap = stats.unscaled_lse - solution.z_y
-        nll, demd = F.softplus(unscaled_gap), torch.sigmoid(unscaled_gap) * stats.unscaled_d
+        nll = F.softplus(unscaled_gap)
+        demd = torch.sigmoid(unscaled_gap) * stats.unscaled_d
     # the common factor of every p'_i in the row
     common = A if C is None or solution.log_others is None else A + C * solution.log_others
     if in_full or terms.label_smoothing or terms.z_loss:
@@ -134,7 +138,9 @@ def _solve_scalars(stats: Statistics, stored: Tensor | None, scale: float) -> _S
     z_y = stats.target - stats.offset
     gap = stats.lse - scale * z_y
     others = torch.sigmoid(gap)
-    p_y, m, D = torch.sigmoid(-gap), F.softplus(gap), others * stats.D
+    p_y = torch.sigmoid(-gap)
+    m = F.softplus(gap)
+    D = others * stats.D
     H = S = top = log_others = None
     if stats.H is not None:
         log_others = F.logsigmoid(gap)
@@ -159,7 +165,8 @@ def _complete(
     m, p_y, D = scalars[:3]
     assert D is not None  # `_solve_scalars` always sets it
     loss, A, B, C = coefficients
-    smoothing, scale = terms.label_smoothing, terms.objective.logit_scale
+    smoothing = terms.label_smoothing
+    scale = terms.objective.logit_scale
     lse = z_y + m
     if stats.z_mean is not None:
         loss = (1 - smoothing) * loss + smoothing * (lse - stats.z_mean)
@@ -216,9 +223,12 @@ class TorchRows:
     ) -> None:  # fmt: skip
         self.z = z  # [k, V] statistics' dtype; `logits` itself if that has the same dtype
         self.logits = logits  # [k, V] model dtype: read once, written once
-        self.chunk, self.costs, self.terms = chunk, costs, terms
+        self.chunk = chunk
+        self.costs = costs
+        self.terms = terms
         self.y = chunk.labels[:, None]
-        V, on_cpu = z.shape[1], z.device.type == "cpu"
+        V = z.shape[1]
+        on_cpu = z.device.type == "cpu"
         l2_bytes = 512 * 1024  # rows of one pass: half of a typical L2 cache
         self.step = max(1, l2_bytes // (V * z.element_size())) if on_cpu else len(z)
         self.row_loop = on_cpu and V >= 4096  # for smaller V, Python would cost more than it saves
@@ -227,9 +237,15 @@ class TorchRows:
 
     def statistics(self) -> Statistics:
         """Return the statistics of the rows, and turn these into p', the softmax without the target."""
-        z, scale, needs = self.z, self.terms.objective.logit_scale, self.terms.objective.needs
+        z = self.z
+        scale = self.terms.objective.logit_scale
+        needs = self.terms.objective.needs
         target_logit, offset, z_mean = self._complete_logits()
-        lse, top, unscaled, unscaled_D, entropy = [], [], [], [], []
+        lse = []
+        top = []
+        unscaled = []
+        unscaled_D = []
+        entropy = []
         for start in range(0, len(z), self.step):
             part = z[start : start + self.step]
             if scale != 1.0:
@@ -261,8 +277,11 @@ class TorchRows:
 
     def _complete_logits(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Convert and complete the logits in z without the target; return its logit, the offset, the mean."""
-        target_logit, offset, bias = self.chunk.target_logit, self.chunk.offset, self.chunk.bias
-        z, cap = self.z, self.terms.softcap
+        target_logit = self.chunk.target_logit
+        offset = self.chunk.offset
+        bias = self.chunk.bias
+        z = self.z
+        cap = self.terms.softcap
         if z is not self.logits:
             z.copy_(self.logits)
         if bias is not None:
@@ -272,7 +291,8 @@ class TorchRows:
             z.div_(cap).tanh_()
             self.slope = 1 - z.square()
             z.mul_(cap)
-            target_logit, offset = z.gather(1, self.y)[:, 0], torch.zeros_like(offset)
+            target_logit = z.gather(1, self.y)[:, 0]
+            offset = torch.zeros_like(offset)
         z_mean = None
         if self.terms.label_smoothing:
             z_mean = z.scatter_(1, self.y, (target_logit - offset)[:, None]).mean(1)
@@ -292,7 +312,9 @@ class TorchRows:
 
     def write(self, update: RowUpdate) -> None:
         """Overwrite p' by G, in the model's dtype."""
-        z, costs, beta = self.z, self.costs, update.beta
+        z = self.z
+        costs = self.costs
+        beta = update.beta
         if costs is not None and beta is not None and not self.row_loop:
             z.mul_(costs.rows[costs.row_index].mul_(beta[:, None]).add_(1))
         elif costs is not None and beta is not None:

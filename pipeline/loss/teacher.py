@@ -64,7 +64,8 @@ class TeacherRows(NamedTuple):
 
     def normalised(self) -> TeacherRows:
         """Turn the rows into log p, in place."""
-        z, teacher = self.z, self.teacher
+        z = self.z
+        teacher = self.teacher
         if teacher.logit_scale != 1.0:
             z.mul_(teacher.logit_scale)
         if teacher.bias is not None:
@@ -137,7 +138,8 @@ def compare_with_teacher(
         p = log_p.exp()
         Cp = cost.transport(p) if cost is not None and objective.needs_transport else None
         distributions = Distributions(log_p, log_q, q, p, Cp)
-    loss, divergence = torch.zeros_like(nll), torch.zeros_like(nll)
+    loss = torch.zeros_like(nll)
+    divergence = torch.zeros_like(nll)
     rows = torch.zeros_like(distributions.q) if gradient else None
     for weight, bound in objective.divergences:
         terms_of_one = bound.compute(distributions)
@@ -162,8 +164,10 @@ def compare_with_teacher(
 
 def _student_log_probs(logits: Tensor, chunk: Chunk, terms: Terms) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return log q [n, V], the slope of the soft cap [n, V], and the NLL [n] of the labels."""
-    dtype, scale = statistics_dtype(logits.dtype), terms.objective.logit_scale
-    z, y = logits.to(dtype, copy=True), chunk.labels[:, None]
+    dtype = statistics_dtype(logits.dtype)
+    scale = terms.objective.logit_scale
+    z = logits.to(dtype, copy=True)
+    y = chunk.labels[:, None]
     if chunk.bias is not None:
         z.add_(chunk.bias)
     if logits.dtype != dtype:
@@ -182,8 +186,10 @@ def _student_log_probs(logits: Tensor, chunk: Chunk, terms: Terms) -> tuple[Tens
 
 def _over_stored_entries(log_q: Tensor, q: Tensor, teacher: TopK) -> Distributions:
     """Return both distributions over the stored tokens and the rest; q [n, V] becomes 0 at stored tokens."""
-    stored_log_q, stored_q = log_q.gather(1, teacher.ids), q.gather(1, teacher.ids)
+    stored_log_q = log_q.gather(1, teacher.ids)
+    stored_q = q.gather(1, teacher.ids)
     rest = q.scatter_(1, teacher.ids, 0.0).sum(1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
     log_p = teacher.log_p.to(q.dtype)
-    log_entries, entries = torch.cat((stored_log_q, rest.log()), 1), torch.cat((stored_q, rest), 1)
+    log_entries = torch.cat((stored_log_q, rest.log()), 1)
+    entries = torch.cat((stored_q, rest), 1)
     return Distributions(log_p, log_entries, entries, log_p.exp())

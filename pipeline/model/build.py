@@ -170,7 +170,8 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     trained: nn.Module = model
     if config.model.lora is not None:  # before the head is fused: peft finds layers by class
         trained = add_lora(model, config.model, config.train.seed)
-    smoothing, z_loss = config.objective.label_smoothing, config.objective.z_loss
+    smoothing = config.objective.label_smoothing
+    z_loss = config.objective.z_loss
     fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

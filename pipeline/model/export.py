@@ -43,7 +43,9 @@ from .readers import check_exported_tokenizer, saved_names, saved_tensors, write
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
     from ..engine.engine import Engine
 
-SAMPLE_ROWS, SAMPLE_TOKENS = 16, 256  # rows of the data, and tokens of each, that the tokenizer is checked on
+# rows of the data, and tokens of each, that the tokenizer is checked on
+SAMPLE_ROWS = 16
+SAMPLE_TOKENS = 256
 SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding. A wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}

@@ -140,7 +140,9 @@ def _compare_call(
     fused, plain, near = (_compute_tensors(module, call, x, args, kwargs) for call, x in calls)
     names = ("output", "input's gradient", "weight's gradient")
     for name, a, b, c in zip(names, fused, plain, near, strict=False):
-        a, b, c = a.float(), b.float(), c.float()
+        a = a.float()
+        b = b.float()
+        c = c.float()
         difference = float((a - b).norm() / ((c - b).norm() + torch.finfo(first.dtype).eps * b.norm()))
         key = f"the {name} of {type(module).__name__}"
         worst[key] = max(worst.get(key, 0.0), difference if difference == difference else torch.inf)

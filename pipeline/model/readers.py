@@ -29,7 +29,9 @@ from emo.common.io.files import write_text
 from emo.data_prep.encoding.tokenizer import PROBES, load_tokenizer
 
 CONFIG = "config.json"
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # layer types of families with two kinds of RoPE
+# layer types of families with two kinds of RoPE
+LOCAL = "sliding_attention"
+GLOBAL = "full_attention"
 # Names of RoPE's settings in transformers 4, unless they are rope_theta and partial_rotary_factor.
 NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 NAMES_OF_4 = {
@@ -126,7 +128,8 @@ def check_exported_tokenizer(directory: Path, rows: Tensor) -> None:
         )
         problem = f"gives other ids for {differ} of {len(texts)} texts"
     except Exception as error:  # tokenizer classes fail in many ways on files of another kind
-        differ, problem = 1, f"cannot read it ({one_line(error, 120)})"
+        differ = 1
+        problem = f"cannot read it ({one_line(error, 120)})"
     if differ:
         family = json.loads((directory / CONFIG).read_text(encoding="utf-8")).get("model_type")
         cure = "Use a tokenizer that such models are published with, or another architecture."

@@ -34,11 +34,15 @@ from ..control.run_dir import LOG
 from ..control.stop import CONSOLE
 
 Kind = Literal["terminal", "lines", "json", "quiet"]
-DRAW_EVERY, LINE_EVERY = 0.2, 10.0  # shortest seconds between redraws, and between plain lines of progress
+# shortest seconds between redraws, and between plain lines of progress
+DRAW_EVERY = 0.2
+LINE_EVERY = 10.0
 REMEMBERED = 20  # recent messages that are not shown again
 RECENT = 20  # recent steps that the shown speed is averaged over
 ENDS = ("finished", "stopped")  # events that --quiet shows
-BOLD, YELLOW, GREEN = "1", "33", "32"
+BOLD = "1"
+YELLOW = "33"
+GREEN = "32"
 COLOURS = {"validation": BOLD, "stopping": YELLOW, "stopped": YELLOW, "finished": GREEN}  # of events
 
 
@@ -47,7 +51,9 @@ class Progress:
 
     def __init__(self, step: int, steps: int, every: dict[str, int]) -> None:
         """`every` is the interval in steps of each recurring event, such as validation, or 0."""
-        self.step, self.steps, self._every = step, steps, every
+        self.step = step
+        self.steps = steps
+        self._every = every
         self.loss = math.nan  # per supervised token, over the steps since the last record
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # seconds, tokens
         self._steps = -1  # of this launch, without its first
@@ -68,7 +74,8 @@ class Progress:
         if self._steps == 1:
             self._recent.clear()
         self._recent.append((seconds, tokens))
-        self.step, self.loss = step, loss
+        self.step = step
+        self.loss = loss
 
     def __str__(self) -> str:
         """Return `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`.
@@ -112,9 +119,11 @@ class Console(logging.Handler):
         chatter: Chatter | None = None,
     ) -> None:
         super().__init__()
-        self.kind, self.chatter = kind, chatter
+        self.kind = kind
+        self.chatter = chatter
         self._stream = stream if stream is not None else sys.stdout
-        self._colour, self._clock = colour, time.monotonic
+        self._colour = colour
+        self._clock = time.monotonic
         self._last = -math.inf  # time of the last progress that was shown
         self._bar: tqdm[Any] | None = None
         self._messages: deque[str] = deque(maxlen=REMEMBERED)  # recent ones, without warnings
@@ -144,7 +153,8 @@ class Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a log record. A message that was shown recently is not shown again, unless it is a warning."""
-        text, level = record.getMessage(), record.levelname.lower()
+        text = record.getMessage()
+        level = record.levelname.lower()
         is_warning = record.levelno >= logging.WARNING
         if "distutils" in record.pathname and self.chatter is not None:  # DeepSpeed tests the compiler
             print(text, file=self.chatter.stream)
@@ -258,7 +268,8 @@ def split_output() -> Chatter:
         console = os.dup(1)
         with tempfile.TemporaryFile(prefix="log-") as file:
             os.dup2(file.fileno(), 1)
-    sys.stdout, sys.stderr = _open_stream(console), _open_stream(sys.stderr.fileno())
+    sys.stdout = _open_stream(console)
+    sys.stderr = _open_stream(sys.stderr.fileno())
     return Chatter(shared=launched)
 
 

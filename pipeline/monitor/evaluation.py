@@ -25,7 +25,8 @@ def evaluate(
         validation: the rows of the set.
         max_rows: largest number of rows to measure.
     """
-    world, data = engine.world, validation.data
+    world = engine.world
+    data = validation.data
     rows = np.arange(min(len(data), max_rows))
     local, real = rank_rows(rows, world.rank, world.ranks, validation.micro)
     with measuring(engine.model, losses):

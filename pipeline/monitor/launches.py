@@ -106,7 +106,8 @@ class Launch:
 
     def log_stopping(self, step: int, reason: str | None) -> None:
         """Log that all ranks stop after `step`. If `reason` is None, an error follows."""
-        self._step, self.reason = step, reason
+        self._step = step
+        self.reason = reason
         if reason is not None:
             text = f"stopping after step {step:,} ({reason}): saving"
             _log_event(text, "stopping", step=step, reason=reason)

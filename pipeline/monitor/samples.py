@@ -39,10 +39,12 @@ class Samples(Component):
             prompts: token ids of train.sample_prompts.
             start: where this launch begins.
         """
-        self.prompts, self._ids = config.train.sample_prompts, prompts
+        self.prompts = config.train.sample_prompts
+        self._ids = prompts
         self._tokens = config.train.sample_tokens
         self._path = config.output_dir / SAMPLES
-        self._engine, self._launch = engine, launch
+        self._engine = engine
+        self._launch = launch
         self._tokenizer: Any = load_tokenizer(config.data.dir / "tokenizer") if self.prompts else None
         if self._tokenizer is not None:
             self._ends = {self._tokenizer.eos_token_id, *read_manifest(config.data.dir / TRAIN).answer_ends}
@@ -93,7 +95,8 @@ class Samples(Component):
         engine.ds.eval()
         with torch.compiler.set_stance("force_eager"):  # the length differs at every pass
             for last in range(longest - 1, longest - 1 + self._tokens):  # position in the longest row
-                before, ends = ids[:, : last + 1], lengths + (last - longest)
+                before = ids[:, : last + 1]
+                ends = lengths + (last - longest)
                 if keeps:  # the head can skip the other positions
                     positions, which = ends.unique(return_inverse=True)
                     logits = engine.ds(input_ids=before, logits_to_keep=positions).logits[rows, which]

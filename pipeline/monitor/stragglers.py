@@ -46,15 +46,19 @@ class Stragglers:
         if not self._steps:
             return {}
         means = [total / self._steps for total in self._sums]
-        slowest, median = max(means), statistics.median_low(means)
+        slowest = max(means)
+        median = statistics.median_low(means)
         rank = means.index(slowest)
         slow = slowest > SLOW_RATIO * median and slowest - median > SLOW_SHARE * step_seconds
         if rank != self._slowest or not slow:
-            self._slowest, self._slow_windows, self._slow_steps = rank, 0, 0
+            self._slowest = rank
+            self._slow_windows = 0
+            self._slow_steps = 0
         if slow:
             self._slow_windows += 1
             self._slow_steps += self._steps
-        self._sums, self._steps = [0.0] * len(means), 0
+        self._sums = [0.0] * len(means)
+        self._steps = 0
         persists = self._slow_windows >= MIN_WINDOWS and self._slow_steps >= MIN_STEPS
         if persists and rank not in self._warned:
             self._warned.add(rank)

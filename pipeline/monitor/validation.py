@@ -107,7 +107,8 @@ def compute_change(before: Documents, after: Documents) -> Change | None:
 def write_documents(run_dir: Path, name: str, step: int, measured: Documents) -> None:
     """Store the measurement of the set `name` after `step` steps."""
     rows = np.empty(len(measured.nll), KIND)
-    rows["nll"], rows["tokens"] = measured.nll, measured.tokens
+    rows["nll"] = measured.nll
+    rows["tokens"] = measured.tokens
     path = _file(run_dir, name, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda sink: np.savez(sink, documents=rows, fingerprint=measured.fingerprint))
@@ -120,7 +121,8 @@ def read_documents(run_dir: Path, name: str, step: int) -> Documents | None:
         numpy_value_errors(),
         np.load(_file(run_dir, name, step)) as stored,
     ):
-        rows, fingerprint = stored["documents"], str(stored["fingerprint"])
+        rows = stored["documents"]
+        fingerprint = str(stored["fingerprint"])
         return Documents(fingerprint, rows["nll"], rows["tokens"].astype(np.int64))
     return None
 

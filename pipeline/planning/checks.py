@@ -270,7 +270,8 @@ def encode_sample_prompts(config: RunConfig) -> list[list[int]]:
 
     Raises UserError for a prompt that is empty, or too long for data.sequence_len with its continuation.
     """
-    train, limit = config.train, config.data.sequence_len
+    train = config.train
+    limit = config.data.sequence_len
     if not train.sample_prompts:
         return []
     tokenizer = load_tokenizer(config.data.dir / "tokenizer")
@@ -324,7 +325,8 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
 
 def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     """Read the cost embedding once, if it exists already. If `local`, it must be available."""
-    source, path = config.objective.cost, config.model.path
+    source = config.objective.cost
+    path = config.model.path
     if source in ("constant", "numbers", "live") or (source in ("pretrained", "permuted") and path is None):
         return  # costs without a file, or from weights that the run will create
     if path is not None and source in ("pretrained", "permuted", path):

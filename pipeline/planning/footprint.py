@@ -183,7 +183,8 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     if setup.offload_parameters:
         parameters = 0.0
     gathered = _gathered_bytes(sizes, setup, shard)
-    activations, loss = _activation_bytes(sizes, setup), _loss_bytes(sizes, setup)
+    activations = _activation_bytes(sizes, setup)
+    loss = _loss_bytes(sizes, setup)
     teacher = _teacher_bytes(setup)
     return Memory(parameters, gradients, optimizer, gathered, activations, loss, teacher, update)
 
@@ -223,9 +224,12 @@ def _loss_bytes(sizes: Sizes, setup: Setup) -> float:
 
 
 def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
-    width, h, f = setup.width, sizes.hidden, sizes.inner
+    width = setup.width
+    h = sizes.hidden
+    f = sizes.inner
     # Bytes per token of a layer: inputs of norms in float32, and every factor of a product.
-    norms, attention = 2 * h * (4 + 2 * width), width * (2 * h + 2 * sizes.key_values)
+    norms = 2 * h * (4 + 2 * width)
+    attention = width * (2 * h + 2 * sizes.key_values)
     layer = norms + attention + width * f * (4 if sizes.gated else 2)
     saved = width * h * sizes.layers + layer if setup.checkpointing else layer * sizes.layers
     activations = setup.tokens * (saved + layer / 2)  # gradients in flight take half a layer
@@ -237,7 +241,8 @@ def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
 
 def _teacher_bytes(setup: Setup) -> float:
     """Return the memory of a teacher on one GPU: its weights, a layer's activations and hidden states."""
-    teacher, width = setup.teacher, setup.teacher_width
+    teacher = setup.teacher
+    width = setup.teacher_width
     if teacher is None:
         return 0.0
     layer = setup.tokens * width * (6 * teacher.hidden + 4 * teacher.inner)
@@ -304,7 +309,9 @@ def _elementwise_seconds(sizes: Sizes, setup: Setup, gpu: Accelerator) -> float:
     gradient_traffic = sizes.trainable * (adding + (2 * setup.width if setup.stage >= 2 else 0))
     # Bytes per token and layer, forward and backward. LLaMA's RMSNorm and rotary embedding are half a dozen
     # kernels each in transformers; LayerNorm is one.
-    h, f, rotated = sizes.hidden, sizes.inner, sizes.hidden + sizes.key_values
+    h = sizes.hidden
+    f = sizes.inner
+    rotated = sizes.hidden + sizes.key_values
     if sizes.gated:
         # Liger: q and k in place 8, gate and up to their product and back 16, two norms 20, residuals 24.
         fused = setup.compiled or setup.kernels
@@ -370,10 +377,13 @@ def _communication_seconds(
     Overlapped communication slows computation for every byte that it moves through the GPU, however slow the
     network is. It takes extra time if there are not enough seconds of `computing` to overlap with.
     """
-    n, k, width = setup.ranks, setup.accumulation, setup.width
+    n = setup.ranks
+    k = setup.accumulation
+    width = setup.width
     if n == 1:
         return 0.0
-    gradients, weights = setup.reduced * sizes.trainable, width * sizes.trainable
+    gradients = setup.reduced * sizes.trainable
+    weights = width * sizes.trainable
     inside = link_gb * GB * BUS_EFFICIENCY / ((n - 1) / n)  # bandwidth within a node
     bus = inside if n <= NODE else inside * min(1.0, network_gb / link_gb)
     overlapped = exposed = 0.0  # bytes moved during computation, and after it
@@ -384,7 +394,8 @@ def _communication_seconds(
         if setup.hpz > 1:  # only the first gather after an update leaves the node
             local_bytes = gathers * (1 - 1 / (2 * k))
     elif setup.stage == 2:  # reduce gradients every pass, gather weights once they are updated
-        overlapped, exposed = k * gradients * (2 if setup.all_reduced else n / (n - 1)), weights
+        overlapped = k * gradients * (2 if setup.all_reduced else n / (n - 1))
+        exposed = weights
     else:  # all-reduce gradients after the last pass, gather weights once they are updated
         exposed = 2 * gradients + weights
     seconds = (overlapped - local_bytes) / bus + local_bytes / inside

@@ -48,7 +48,8 @@ def find_faults(speeds: Sequence[Speed], device: str) -> list[str]:
     median = statistics.median(speed.value for speed in speeds)
     faults = []
     for speed in speeds:
-        fault, share = "", SHARE[speed.unit]
+        fault = ""
+        share = SHARE[speed.unit]
         if speed.expected is not None and speed.value < share * speed.expected:
             fault = f"below {share:.0%} of the expected speed"
         elif speed.value * FACTOR[device] < median:
@@ -73,7 +74,8 @@ def measure_seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 def measure_computing(world: World, host: str, dtype: torch.dtype) -> list[Speed]:
     """Measure how fast this rank multiplies matrices and copies memory."""
-    device, on_gpu = world.device, world.device.type == "cuda"
+    device = world.device
+    on_gpu = world.device.type == "cuda"
     gpu = accelerator(torch.cuda.get_device_name()) if on_gpu else None
     n = 8192 if on_gpu else 512
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
@@ -93,7 +95,8 @@ def measure_computing(world: World, host: str, dtype: torch.dtype) -> list[Speed
 def _measure_bus(world: World, group: Any, ranks: int, gather: bool = False) -> float:
     """Return the bus bandwidth in GB/s of an all-reduce or all-gather among the ranks of a group."""
     size = (256 if world.device.type == "cuda" else 8) * MIB // 4 // ranks * ranks
-    full, part = torch.ones(size, device=world.device), torch.ones(size // ranks, device=world.device)
+    full = torch.ones(size, device=world.device)
+    part = torch.ones(size // ranks, device=world.device)
 
     def communicate() -> None:
         if gather:

@@ -64,7 +64,8 @@ EQUAL_SPEED = 0.01  # settings whose speeds differ by less are ranked by memory
 
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
     """Return the sizes of a model."""
-    parameters, text = list(model.parameters()), hf_config.get_text_config()
+    parameters = list(model.parameters())
+    text = hf_config.get_text_config()
     base = unwrap(model)
     outside: list[Any] = [base.get_output_embeddings(), base.get_input_embeddings()]
     total = sum(p.numel() for p in parameters)
@@ -88,7 +89,8 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
 
 def _count_idle(model: nn.Module, text: PretrainedConfig) -> tuple[int, int]:
     """Return the parameters of experts that a token is not routed to, and the width of those it is."""
-    experts, chosen = _first_value(text, EXPERTS), _first_value(text, CHOSEN)
+    experts = _first_value(text, EXPERTS)
+    chosen = _first_value(text, CHOSEN)
     if not isinstance(experts, int) or not chosen:
         return 0, 0
     # No family calls its shared experts, which every token passes through, just `experts`.
@@ -124,7 +126,8 @@ def setup_of(
     """
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
-    reduced, on_policy = ds_config.get("communication_data_type"), config.objective.on_policy
+    reduced = ds_config.get("communication_data_type")
+    on_policy = config.objective.on_policy
     # Device `none`, which is also the default, means no offloading.
     offloaded = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")]
     setup = Setup(
@@ -286,7 +289,8 @@ def _recipe_rows(
 
 def _describe_steps(config: RunConfig, ready: PlannedRun | TrainingRun) -> str:
     """Return the number of steps, with the rows and epochs that it covers."""
-    steps, epochs = ready.steps, config.train.num_train_epochs
+    steps = ready.steps
+    epochs = config.train.num_train_epochs
     passes = "" if epochs is None else counted(epochs, "epoch")
     if steps is None:
         return f"{passes}; the number of steps is known once the data are prepared"
@@ -344,14 +348,17 @@ def _describe_saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) 
 
 def domain_rows(config: RunConfig, ready: PlannedRun | TrainingRun) -> Rows:
     """Return the share, tokens and epochs of each domain, unless there is only one."""
-    mixture, data, order = config.train.mixture, ready.data, ready.order
+    mixture = config.train.mixture
+    data = ready.data
+    order = ready.order
     rows = [] if mixture is None else [("mixture", mixture.label)]
     if data is None or ready.steps is None or order is None or (mixture is None and len(data.domains) < 2):
         return rows
     if isinstance(order, MixedOrder):
         portions = order.portions(ready.steps)
     else:
-        epochs, total = ready.steps * ready.batch.batch / len(data), data.manifest.valid_tokens
+        epochs = ready.steps * ready.batch.batch / len(data)
+        total = data.manifest.valid_tokens
         sizes = ((domain.name, domain.valid_tokens) for domain in data.manifest.domains)
         portions = [Portion(name, (n / total, n / total), 0, epochs, n * epochs) for name, n in sizes]
     for portion in portions:
@@ -365,7 +372,10 @@ def domain_rows(config: RunConfig, ready: PlannedRun | TrainingRun) -> Rows:
 
 def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu: bool) -> list[str]:
     """Return warnings about a valid run that may not do what its user expects."""
-    train, data, steps, warnings = config.train, ready.data, ready.steps, []
+    train = config.train
+    data = ready.data
+    steps = ready.steps
+    warnings = []
     for portion in ready.order.portions(steps) if isinstance(ready.order, MixedOrder) and steps else ():
         if portion.epochs > REPEATED:
             cure = "Repeated text teaches less: lower its share, or set train.mixture.max_epochs."
@@ -406,7 +416,8 @@ def memory_line(parts: dict[str, float], digits: int) -> str:
 
 def describe_fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
     """Return whether the run fits, and changes that make it fit, cheapest first."""
-    room, memory = cluster.memory, footprint.memory(sizes, setup)
+    room = cluster.memory
+    memory = footprint.memory(sizes, setup)
 
     def fits(**changes: Any) -> bool:
         changed = footprint.memory(sizes, dataclasses.replace(setup, **changes))
@@ -521,7 +532,9 @@ def _rank_choices(candidates: list[Choice], cluster: Cluster) -> list[Choice]:
 
 def _choice_cells(choice: Choice, sizes: Sizes, cluster: Cluster) -> list[str]:
     """Return the cells of a row of the table of choices, after its name."""
-    setup, time, total = choice.setup, choice.time, choice.memory.total
+    setup = choice.setup
+    time = choice.time
+    total = choice.memory.total
     mfu = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
     flags = str(setup.checkpointing).lower(), str(setup.compiled).lower()
     size = f"{total / GIB:.1f}" + (" NO" if total > cluster.memory else "")

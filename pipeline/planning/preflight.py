@@ -41,7 +41,8 @@ from . import health
 from .checks import TrainingRun, check_run
 
 MIB = 2**20
-VERBS, EFA_PLUGIN = "libibverbs.so.1", "libnccl-net.so"
+VERBS = "libibverbs.so.1"
+EFA_PLUGIN = "libnccl-net.so"
 STATE_BYTES = 14  # of a checkpoint per trainable parameter: float32 weights, two moments, weights
 
 
@@ -111,14 +112,16 @@ def _check_recipe(config: RunConfig, world: World) -> tuple[TrainingRun | None, 
 
 def _check_host(config: RunConfig, ready: TrainingRun | None, world: World) -> Iterator[Finding]:
     """Check what one rank of a host can see alone. `start_world` has checked that its GPUs work."""
-    host, on_gpu = socket.gethostname(), world.device.type == "cuda"
+    host = socket.gethostname()
+    on_gpu = world.device.type == "cuda"
     name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else "none; CPU"
     yield Finding(host, "GPUs", name)
     path = find_c_compiler()
     advice = "install gcc: Triton compiles with it" if on_gpu and path is None else ""
     yield Finding(host, "C compiler", path or "none", advice)
     offloads = ready is not None and "offload_optimizer" in ready.ds_config["zero_optimization"]
-    current, share = torch.get_num_threads(), threads_per_rank()
+    current = torch.get_num_threads()
+    share = threads_per_rank()
     wrong = current > share or (offloads and current < share)  # torchrun gives each rank one thread
     state = f"{current} for each of {local_ranks()} ranks, with {share} cores each"
     yield Finding(host, "threads", state, f"export OMP_NUM_THREADS={share}" if wrong else "")
@@ -153,7 +156,8 @@ def _check_interface() -> Iterator[Finding]:
 
 def _check_run_directory(config: RunConfig, ready: TrainingRun | None, world: World) -> Iterator[Finding]:
     """Check that all hosts share the run directory and that checkpoints fit into it. All ranks must call."""
-    host, directory = socket.gethostname(), config.output_dir
+    host = socket.gethostname()
+    directory = config.output_dir
     probe = directory / f".preflight-{gather_objects(uuid.uuid4().hex)[0]}"
     created = not directory.exists()
     if world.is_main:
@@ -198,16 +202,19 @@ def _compare_hosts() -> Iterator[Finding]:
 
 def _measure_speeds(world: World, config: RunConfig, network: Fabric) -> tuple[list[Finding], list[str]]:
     """Measure GPUs and links. Return findings and the names of unfit hosts. All ranks must call."""
-    host, dtype = node_name(), getattr(torch, config.model.dtype)
+    host = node_name()
+    dtype = getattr(torch, config.model.dtype)
     measured = health.measure_computing(world, host, dtype)
     measured += health.measure_links(world, host, network.gbytes)
     faults = gpu_faults() if world.device.type == "cuda" else []
     gathered = gather_objects((measured, [(host, f"GPU {world.device.index}", fault) for fault in faults]))
     speeds = [speed for part, _ in gathered for speed in part]
-    findings, unfit = [], [fault for _, part in gathered for fault in part]
+    findings = []
+    unfit = [fault for _, part in gathered for fault in part]
     for quantity in dict.fromkeys(speed.quantity for speed in speeds):
         group = [speed for speed in speeds if speed.quantity == quantity]
-        low, high = min(speed.value for speed in group), max(speed.value for speed in group)
+        low = min(speed.value for speed in group)
+        high = max(speed.value for speed in group)
         state = f"{low:,.2f} to {high:,.2f}" if len(group) > 1 else f"{low:,.2f}"
         expected = group[0].expected
         state += f" {group[0].unit}" + (f", {expected:,.0f} expected" if expected else "")
@@ -225,7 +232,8 @@ def _measure_speeds(world: World, config: RunConfig, network: Fabric) -> tuple[l
 
 def _describe_network(network: Fabric, nccl_log: Path) -> Finding:
     """Return the network of this host, and the one that NCCL uses according to its log."""
-    text, advice = nccl_log.read_text(encoding="utf-8") if nccl_log.is_file() else "", network.advice
+    text = nccl_log.read_text(encoding="utf-8") if nccl_log.is_file() else ""
+    advice = network.advice
     used = ["", *re.findall(r"NCCL INFO Using network (.+)", text)][-1].strip()
     if used.lower().startswith("socket") and network.kind != "sockets":
         advice = "NCCL_DEBUG=INFO shows why NCCL does not use it"

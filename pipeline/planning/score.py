@@ -96,7 +96,9 @@ def _load_model(config: RunConfig, attn: str) -> Any:
 @torch.no_grad()
 def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: int | None) -> np.ndarray:
     """Return the scores of the tokens of a shard [tokens], nats; 0 for the first of each segment."""
-    offsets, rows, vocab_size = data.token_offsets(shard), data.rows_of(shard), data.manifest.vocab_size
+    offsets = data.token_offsets(shard)
+    rows = data.rows_of(shard)
+    vocab_size = data.manifest.vocab_size
     dtype = np.float32 if top_k is None else scores.top_dtype(top_k, vocab_size)
     logprobs = np.zeros(int(offsets[-1]), dtype)
     head = model.get_output_embeddings()
@@ -120,7 +122,8 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: 
             if not np.isfinite(result if top_k is None else result["log_p"]).all():
                 raise UserError(f"the model produced NaN or infinite log-probabilities in {data.directory}")
             for i, row in enumerate(result):
-                first, last = offsets[start + i], offsets[start + i + 1]
+                first = offsets[start + i]
+                last = offsets[start + i + 1]
                 logprobs[first + 1 : last] = row[: last - first - 1]
             advance(len(rows[start : start + micro]))
     seconds = time.perf_counter() - start_time

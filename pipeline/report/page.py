@@ -83,7 +83,8 @@ def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Do
 
     The x-axis of the curves is `over`, which is step or tokens. Links are relative to `folder`.
     """
-    several, gains = len(runs) > 1, compute_gains(runs)
+    several = len(runs) > 1
+    gains = compute_gains(runs)
     ranked = sorted(runs, key=lambda run: (run is not runs[0], last_loss(run)))
     for n, run in enumerate(ranked):
         run.series = n if n < COLOURED else None
@@ -140,7 +141,8 @@ def _figures(ranked: Sequence[RecordedRun], effects: Effects, over: str) -> tupl
     caption = f"Change of the held-out loss since step 0 in {UNIT}. Left of zero is an improvement."
     picture = Figure("Gained and lost", [Dots(title, rows, 0.0) for title, rows in effects.items()], caption)
     if not picture and panels:
-        picture, panels = Figure("Curve", panels[:1], "", legend, greys), panels[1:]
+        picture = Figure("Curve", panels[:1], "", legend, greys)
+        panels = panels[1:]
     return picture, Figure("Curves", panels, CURVES, legend, greys)
 
 
@@ -177,7 +179,8 @@ def _name(run: RecordedRun) -> Cell:
 
 def _answer(runs: Sequence[RecordedRun], effects: Effects) -> list[str]:
     """Return sentences on the change of each validation set, or on the loss, and on the runs' states."""
-    several, answer = len(runs) > 1, []
+    several = len(runs) > 1
+    answer = []
     for title, group in effects.items():
         names = [e.label if several else f"the loss on {e.label}" for e in group]
         signs = [(-e.direction, -e.value, -e.high, -e.low) for e in group]  # a lower loss is an improvement
@@ -216,7 +219,8 @@ def _gains_table(gains: Sequence[Gain], first: str) -> Table:
     for run, name, step, start, end, change, against in gains:
         verdict, tone = VERDICTS[change.direction] if change else ("not comparable", "quiet")
         if start is None or (change and not change.interval):
-            verdict, tone = "not measured at step 0" if start is None else "too few documents", "quiet"
+            verdict = "not measured at step 0" if start is None else "too few documents"
+            tone = "quiet"
         losses = [formatted(value, "{:.4f}") for value in (start, end)]
         row = [Cell(verdict, tone=tone), cell(change), *losses, step, change and change.documents]
         rows.append([name, _name(run), *row, cell(against)] if first else [name, *row])
@@ -226,11 +230,13 @@ def _gains_table(gains: Sequence[Gain], first: str) -> Table:
 
 
 def _summary_row(run: RecordedRun) -> Row:
-    state, objective = run.state, run.config.get("objective", {})
+    state = run.state
+    objective = run.config.get("objective", {})
     origin = str(run.config.get("model", {}).get("path") or "a new model")
     minimised = " + ".join(part["name"] for part in objective.get("sum") or ()) or objective.get("name")
     texts = [Cell(state, tone=STATES.get(state.split(":")[0], "unclear")), origin, minimised, run.progress]
-    last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _held_out_after_start(run)]
+    last = run.trained[-1] if run.trained else {}
+    held_out = [y for _, y in _held_out_after_start(run)]
     losses = [formatted(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
     skipped, seconds = (sum(r.get(key, 0) for r in run.trained) for key in ("skipped", "seconds"))
     return [_name(run), *texts, last.get("tokens"), *losses, skipped, duration(seconds)]
@@ -281,9 +287,12 @@ def _launch_rows(run: RecordedRun) -> list[Row]:
 
 def _plan_row(run: RecordedRun) -> Row:
     """Return the measurements of the last launch next to its plan, if there are any."""
-    launch, cells, both = run.last_launch, list[Cell](), []
+    launch = run.last_launch
+    cells = list[Cell]()
+    both = []
     for values in (run.measure_launch(), launch.get("planned") or {}):
-        seconds, size = values.get("seconds"), launch.get("batch", 0) * launch.get("block", 0)
+        seconds = values.get("seconds")
+        size = launch.get("batch", 0) * launch.get("block", 0)
         tokens = size / seconds if seconds and size else None
         both.append((seconds, tokens, values.get("mfu"), values.get("memory_gib")))
     for measured, planned, form in zip(*both, ("{:.3g}", "{:,.0f}", "{:.1%}", "{:.1f}"), strict=True):

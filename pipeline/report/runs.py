@@ -77,10 +77,12 @@ class RecordedRun:
         tokens = step = 0
         for record in self.records:
             if "loss" in record:
-                rate, total = record.get("tokens_per_s"), record.get("tokens") or tokens
+                rate = record.get("tokens_per_s")
+                total = record.get("tokens") or tokens
                 if rate and total > tokens and record["step"] > step:
                     record |= {"seconds": (total - tokens) / rate, "steps": record["step"] - step}
-                tokens, step = total, record["step"]
+                tokens = total
+                step = record["step"]
                 self.trained.append(record)
             elif is_plain_name(record.get("set")):
                 self.held_out.setdefault(record["set"], []).append(record)
@@ -173,7 +175,8 @@ def compute_gains(runs: Sequence[RecordedRun]) -> list[Gain]:
     for name in dict.fromkeys(name for run in runs for name in run.held_out):
         reference = None  # last measurement of the first run
         for run in (run for run in runs if name in run.held_out):
-            first, last = run.held_out[name][0], run.held_out[name][-1]
+            first = run.held_out[name][0]
+            last = run.held_out[name][-1]
             start = first if first["step"] == 0 else {}
             before, after = (read_documents(run.path, name, r["step"]) if r else None for r in (start, last))
             if last["step"] > 0:

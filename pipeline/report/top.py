@@ -39,7 +39,8 @@ def format_ranks(run_dir: Path, now: float) -> tuple[str, bool]:
 
     Raises UserError if no launch has started.
     """
-    states, beat = read_ranks(run_dir), read_heartbeat(run_dir)
+    states = read_ranks(run_dir)
+    beat = read_heartbeat(run_dir)
     if not states:
         problem = f"{run_dir / RANKS} has no files: no launch has started in {run_dir}"
         raise UserError(f"{problem}. Give the output_dir of a run.", code="no-ranks")

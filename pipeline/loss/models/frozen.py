@@ -38,7 +38,8 @@ class LiveTeacher:
         if any(parameter.requires_grad for parameter in model.parameters()):
             problem = "the teacher's parameters require gradients; call teacher.requires_grad_(False)"
             raise UserError(problem, code="teacher-gradients")
-        self.temperature, self.run = temperature, run or model
+        self.temperature = temperature
+        self.run = run or model
 
     @torch.no_grad()
     def run_batch(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
@@ -51,7 +52,8 @@ class BaseTeacher:
 
     def __init__(self, adapted: Any) -> None:
         """Take PEFT's wrapper of a fused model."""
-        self.adapted, self.model = adapted, adapted.get_base_model()
+        self.adapted = adapted
+        self.model = adapted.get_base_model()
 
     @torch.no_grad()
     def run_batch(self, tokens: int, inputs: dict[str, Any]) -> Teacher:

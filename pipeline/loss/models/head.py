@@ -26,10 +26,14 @@ from ..fused import LossSums, Spec, apply_fused, make_spec
 from ..objectives import Objective
 from ..teacher import Teacher, TeacherBatch, TeacherModel, TopK
 
-TEACHER_IDS, TEACHER_LOG_P = "teacher_ids", "teacher_log_p"  # keys of a model's inputs for a TopK
+# keys of a model's inputs for a TopK
+TEACHER_IDS = "teacher_ids"
+TEACHER_LOG_P = "teacher_log_p"
 VARLEN = "varlen"  # the attention of varlen.py
 DOMAIN = "domain"  # key of a micro-batch for the domain of each row, int64 [b]
-BOUNDS, LONGEST = "cu_seq_lens_q", "max_length_q"  # transformers' keys for the results of `segments`
+# transformers' keys for the results of `segments`
+BOUNDS = "cu_seq_lens_q"
+LONGEST = "max_length_q"
 SEGMENTS = (BOUNDS, "cu_seq_lens_k", LONGEST, "max_length_k")
 
 
@@ -154,7 +158,8 @@ class FusedHead(nn.Linear):
 
     def _as_teacher(self, hidden: Tensor) -> Teacher:
         """Return hidden states and this head, whose weights stay alive with the result."""
-        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        weight = self.weight.detach()
+        bias = None if self.bias is None else self.bias.detach()
         return Teacher(hidden, weight, bias, self.spec.terms.softcap, self.spec.logit_scale)
 
     def use(self, objective: Objective) -> None:
@@ -215,7 +220,8 @@ class FusedCausalLM:
     def forward(self, *args: Any, **kwargs: Any) -> LossSums | Any:
         """Return the LossSums against shifted `labels` [b, L], or without labels the ordinary result."""
         inputs = self.bind_arguments(args, kwargs)
-        labels, stored = inputs.pop("labels", None), inputs.pop("stored", None)
+        labels = inputs.pop("labels", None)
+        stored = inputs.pop("stored", None)
         if labels is None:
             if "position_ids" not in self.argument_names:
                 inputs.pop("position_ids", None)
@@ -236,7 +242,8 @@ class FusedCausalLM:
                 positions may be added as cu_seq_lens_q and max_length_q, which saves their computation.
             stored: [b, L], a log-probability of every label.
         """
-        ids, log_p = inputs.pop(TEACHER_IDS, None), inputs.pop(TEACHER_LOG_P, None)
+        ids = inputs.pop(TEACHER_IDS, None)
+        log_p = inputs.pop(TEACHER_LOG_P, None)
         hidden = self.compute_hidden(label_count(labels), inputs)
         head: Any = self.get_output_embeddings()  # type: ignore[attr-defined]
         teacher: TeacherBatch | None = None

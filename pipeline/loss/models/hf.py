@@ -106,7 +106,8 @@ class EMOLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.objective = _resolve_for_logits(objective, params)
-        self.shift, self.options = shift, options
+        self.shift = shift
+        self.options = options
 
     def forward(
         self, logits: Tensor, labels: Tensor, cost_embedding: Tensor | CostEmbedding | None = None
@@ -136,8 +137,10 @@ class _MeanLoss(FusedCausalLM):
         shifted already, since they would be predicted from two tokens earlier.
         """
         inputs = self.bind_arguments(args, kwargs)
-        labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
-        tokens, stored = inputs.pop("num_items_in_batch", None), inputs.pop("stored", None)
+        labels = inputs.pop("labels", None)
+        shifted = inputs.pop("shift_labels", None)
+        tokens = inputs.pop("num_items_in_batch", None)
+        stored = inputs.pop("stored", None)
         if shifted is None and labels is None:
             return super().forward(**inputs)
         if shifted is None:
@@ -346,7 +349,8 @@ def _check_trainer(trainer: Any) -> None:
 def _count_tokens(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> None:
     """Record TRL's metric `num_tokens`, as its compute_loss would."""
     if model.training:
-        mask, ids = inputs.get("attention_mask"), inputs["input_ids"]
+        mask = inputs.get("attention_mask")
+        ids = inputs["input_ids"]
         count = mask.sum() if mask is not None else ids.new_tensor(ids.numel())
         trainer._total_train_tokens += int(trainer.accelerator.gather_for_metrics(count).sum())
     key = "train" if model.training else "eval"

@@ -45,7 +45,9 @@ class Probe:
     def __init__(
         self, model: Any, forward: Callable[..., Any], collective: bool, device: torch.device | None
     ) -> None:
-        self.model, self.forward, self.collective = model, forward, collective
+        self.model = model
+        self.forward = forward
+        self.collective = collective
         self.head = model.get_output_embeddings()
         self.device = device or self.head.weight.device
         text = model.config.get_text_config()
@@ -115,7 +117,8 @@ class Probe:
 
         Raises UserError for a model that is not causal.
         """
-        n, (x, other_x, y, other_y) = self.length, self.documents
+        n = self.length
+        (x, other_x, y, other_y) = self.documents
         rows = torch.stack([torch.cat(pair) for pair in ((x, y), (other_x, y), (x, other_y))])
         positions = torch.arange(n, device=self.device).repeat(2).expand(len(rows), -1)
         try:
@@ -131,7 +134,8 @@ class Probe:
         leak = float((packed[0, n:] - packed[1, n:]).abs().max())
         rounding = float((packed[0, :n] - packed[2, :n]).abs().max())
         distance = float((packed[0, n:] - alone).norm() / alone.norm())
-        largest, tolerance = float(packed.abs().max()), ALONE_TOLERANCE[self.half]
+        largest = float(packed.abs().max())
+        tolerance = ALONE_TOLERANCE[self.half]
         leak, rounding, distance = self.max_over_ranks(leak, rounding, distance)
         if rounding > tolerance * largest:  # the first document changed with the second
             problem = f"{self.name} is not causal: its tokens attend to later tokens"
