@@ -466,43 +466,74 @@ def run_chunks(
     x is hidden states [N, H], or logits [N, V] if `weight` [V, H] is None. bias is [V], stored is [N].
     Without `gradient` the rows have no meaning. The next chunk overwrites them in any case.
     """
-    device = x.device
-    V = x.shape[1] if weight is None else len(weight)
-    plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=device.type == "cuda")
-    plan.check(V)
-    triton = spec.uses_triton(x)
-    objective = spec.terms.objective
-    if not len(plan):
-        return
-    on_device = plan.to_device(device)
-    beyond_teacher = objective.uses_target or spec.terms.label_smoothing or spec.terms.z_loss
-    with_targets = teacher is None or bool(beyond_teacher) or spec.cost is not None
-    # divergences that read the logits after another part has begun to write the gradient
-    copies = teacher is not None and (with_targets or (triton and len(objective.divergences) > 1))
-    size = min(_chunk_size(spec, x, V, copies, isinstance(teacher, Teacher)), len(plan))
-    cost = _prepare_cost(spec.cost, weight, x)
-    rows = None
-    if cost is not None and with_targets:
-        group = group_size(V, x.dtype, device, size)
-        rows = open_rows(cost, plan, on_device, None if triton else statistics_dtype(x.dtype), group, size)
-    reader = LogitReader(x, weight, bias, spec.logit_scale, size)
-    for start in range(0, len(plan), size):
-        part = slice(start, min(start + size, len(plan)))
-        positions = on_device.positions[part]
-        z, chunk = reader.read(start, positions, on_device.labels[part], stored)
-        if teacher is None:
-            tokens = process_chunk(z, chunk, rows, spec.terms, gradient, triton)
+    plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=x.device.type == "cuda")
+    plan.check(x.shape[1] if weight is None else len(weight))
+    if len(plan):
+        batch = _BatchChunks(x, weight, bias, plan, spec, gradient, teacher, stored)
+        for start in range(0, len(plan), batch.size):
+            yield batch.process(start)
+
+
+class _BatchChunks:
+    """Everything that the chunks of a batch share. `process` computes one of them.
+
+    The constructor takes the arguments of `run_chunks`, with the labels as a plan.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        plan: TokenPlan,
+        spec: Spec,
+        gradient: bool,
+        teacher: TeacherBatch | None,
+        stored: Tensor | None,
+    ) -> None:
+        self.terms = spec.terms
+        self.gradient = gradient
+        self.teacher = teacher
+        self.stored = stored
+        self.triton = spec.uses_triton(x)
+        self.plan = plan.to_device(x.device)
+        self.cost = _prepare_cost(spec.cost, weight, x)
+        objective = spec.terms.objective
+        beyond_teacher = objective.uses_target or spec.terms.label_smoothing or spec.terms.z_loss
+        self.with_targets = teacher is None or bool(beyond_teacher) or spec.cost is not None
+        # Divergences read the logits after another part of the loss has begun to write the gradient.
+        overwritten = self.with_targets or (self.triton and len(objective.divergences) > 1)
+        self.copies = teacher is not None and overwritten
+        V = x.shape[1] if weight is None else len(weight)
+        self.size = min(_chunk_size(spec, x, V, self.copies, isinstance(teacher, Teacher)), len(plan))
+        self.rows: ExactRows | CachedRows | None = None
+        if self.cost is not None and self.with_targets:
+            group = group_size(V, x.dtype, x.device, self.size)
+            dtype = None if self.triton else statistics_dtype(x.dtype)
+            self.rows = open_rows(self.cost, plan, self.plan, dtype, group, self.size)
+        self.reader = LogitReader(x, weight, bias, spec.logit_scale, self.size)
+
+    def process(self, start: int) -> tuple[Tensor, Tensor, Tokens]:
+        """Return what `run_chunks` yields for the chunk that begins with token `start` of the plan."""
+        part = slice(start, min(start + self.size, len(self.plan.positions)))
+        positions = self.plan.positions[part]
+        z, chunk = self.reader.read(start, positions, self.plan.labels[part], self.stored)
+        if self.teacher is None:
+            tokens = process_chunk(z, chunk, self.rows, self.terms, self.gradient, self.triton)
         else:
-            logits = z
-            tokens_of_targets = None
-            if copies:
-                logits = padded_rows(len(z), V, z.dtype, device).copy_(z)
-            if with_targets:
-                tokens_of_targets = process_chunk(z, chunk, rows, spec.terms, gradient, triton, in_full=True)
-            side = teacher.at_positions(positions, V, statistics_dtype(x.dtype))
-            arguments = (chunk, side, cost, spec.terms, gradient, triton, tokens_of_targets)
-            tokens = add_divergences(z, logits, *arguments)
-        yield positions, z, tokens
+            tokens = self._add_teacher(self.teacher, positions, z, chunk)
+        return positions, z, tokens
+
+    def _add_teacher(self, teacher: TeacherBatch, positions: Tensor, z: Tensor, chunk: Chunk) -> Tokens:
+        """Process a chunk of logits z [n, V] whose loss includes divergences from a teacher."""
+        options = (self.terms, self.gradient, self.triton)
+        n, V = z.shape
+        logits = padded_rows(n, V, z.dtype, z.device).copy_(z) if self.copies else z
+        tokens_of_targets = None
+        if self.with_targets:
+            tokens_of_targets = process_chunk(z, chunk, self.rows, *options, in_full=True)
+        side = teacher.at_positions(positions, V, statistics_dtype(z.dtype))
+        return add_divergences(z, logits, chunk, side, self.cost, *options, tokens_of_targets)
 
 
 def _chunk_size(spec: Spec, x: Tensor, V: int, copies: bool, live_teacher: bool) -> int:
