@@ -10,12 +10,13 @@ so g is not the gradient of a function. Training settles at g = 0, which need no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .objectives import Objective, Scalars
+from .objectives import Objective, Scalars, top_entropy
 
 # The expected gradient [..., V] of models q [..., V] for targets drawn from distributions [..., V].
 Gradient = Callable[[Tensor, Tensor], Tensor]
@@ -67,6 +68,8 @@ def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Cos
         "H": lambda: (q * m).sum(-1, keepdim=True).expand_as(q),
         "S": lambda: q.square().sum(-1, keepdim=True).expand_as(q),
         "top": lambda: q.amax(-1, keepdim=True).expand_as(q),
+        "H_top": lambda: top_entropy(-m)[..., None].expand_as(q),
+        "H_max": lambda: torch.full_like(q, math.log(q.shape[-1])),
     }
     scalars = Scalars(m, q, **{name: value() for name, value in compute.items() if name in objective.needs})
     weights = objective.coefficients(scalars)

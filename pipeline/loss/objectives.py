@@ -39,6 +39,7 @@ from emo.common.errors import UserError, nearest, one_line
 from .divergences import DIVERGENCES, BoundDivergence, Distributions
 from .schedule import Ramp, Spaced, Weight, weight_at
 
+LIKELIEST = 20  # tokens whose entropy `eaft` reads
 EPS = 1e-10  # keeps the detached ratios finite in float32 and float64; it would vanish in float16
 
 
@@ -51,6 +52,8 @@ class Scalars(NamedTuple):
     H: Tensor | None = None  # -sum_i p_i log p_i: the entropy, nats
     S: Tensor | None = None  # sum_i p_i^2
     top: Tensor | None = None  # max_i p_i
+    H_top: Tensor | None = None  # entropy of the 20 most likely tokens, renormalised, divided by ln 20
+    H_max: Tensor | None = None  # ln V: the largest entropy, nats
     stored: Tensor | None = None  # a stored log-probability of the target
 
 
@@ -199,6 +202,22 @@ def mile(H: Tensor, *, gamma: float = 1.0) -> Tensor:
     return (1 + H).pow(gamma)
 
 
+def eaft(H_top: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """Entropy-adaptive fine-tuning (arXiv 2601.02151): w = H_top^alpha.
+
+    H_top is the entropy of the 20 most likely tokens, renormalised and divided by ln 20. Tokens on which the
+    model is certain have little weight, whether it is right or wrong.
+    """
+    _require("above 0", alpha=alpha)
+    return H_top.pow(alpha)
+
+
+def eaft_full(H: Tensor, H_max: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """`eaft` with the entropy of the full vocabulary: w = (H / ln V)^alpha."""
+    _require("above 0", alpha=alpha)
+    return (H / H_max).clamp(0.0, 1.0).pow(alpha)
+
+
 def deft(m: Tensor, S: Tensor) -> Coefficients:
     """DEFT (arXiv 2602.11424): the power family with alpha = sg[sum_i p_i^2], the model's certainty."""
     alpha = S.detach()
@@ -245,8 +264,8 @@ def excess(m: Tensor, stored: Tensor, *, least: float = 0.0) -> Tensor:
 BUILT_IN: dict[str, ObjectiveFunction] = {
     f.__name__: f
     for f in (
-        mle, emo, emo2, demd, tailr, mixce, dft, focal, power, threshold, chord, mile, deft, neg_entropy,
-        gem, psft, excess, emo_compat, emo2_compat,
+        mle, emo, emo2, demd, tailr, mixce, dft, focal, power, threshold, chord, mile, eaft, eaft_full, deft,
+        neg_entropy, gem, psft, excess, emo_compat, emo2_compat,
     )
 }  # fmt: skip
 OBJECTIVES = (*BUILT_IN, *DIVERGENCES)
@@ -260,7 +279,9 @@ def _require(condition: str, **options: float) -> None:
             raise UserError(f"objective.params: {problem}", code="option-range")
 
 
-_SAMPLE = Scalars(*torch.tensor([[1.0], [0.4], [0.5], [1.0], [0.3], [0.5], [-1.0]]))  # an arbitrary token
+_SAMPLE = Scalars(
+    *torch.tensor([[1.0], [0.4], [0.5], [1.0], [0.3], [0.5], [0.6], [2.0], [-1.0]])
+)  # arbitrary
 
 
 @dataclass(frozen=True)
@@ -501,6 +522,16 @@ def _sum_at_step(parts: Sequence[tuple[Objective, Weight]], step: int) -> Object
     )
 
 
+def top_entropy(z: Tensor) -> Tensor:
+    """Return the entropy of the most likely tokens of logits z [..., V], relative to its maximum, [...].
+
+    The 20 largest probabilities are renormalised. Their entropy is divided by ln 20 (arXiv 2601.02151).
+    """
+    k = min(LIKELIEST, z.shape[-1])
+    log_p = z.topk(k, -1).values.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1) / math.log(max(k, 2))
+
+
 class LogitRows(NamedTuple):
     """Rows of logits z [n, V] with targets y [n], costs [n, V] and stored log-probabilities [n]."""
 
@@ -549,7 +580,8 @@ def check_objective(name: str, function: Callable[[Scalars], Coefficients], logi
         zero = torch.zeros_like(m)
         price = torch.tensor([0.0, 1.0], dtype=dtype).repeat_interleave(4)
         squares = p * p + others * others
-        extreme = Scalars(m, p, others * price, zero, squares, torch.maximum(p, others), -5 * price)
+        largest = torch.maximum(p, others)
+        extreme = Scalars(m, p, others * price, zero, squares, largest, zero, zero + 1, -5 * price)
         with torch.no_grad():
             _check_finite(name, call(extreme), extreme)
 
@@ -640,7 +672,10 @@ def compute_scalars(z: Tensor, rows: LogitRows, logit_scale: float = 1.0) -> Sca
     m = -log_p.gather(1, rows.y[:, None])[:, 0]
     D = (p * rows.costs).sum(1)
     H = -(p * log_p).sum(1)
-    return Scalars(m, torch.exp(-m), D, H, p.square().sum(1), p.amax(1), rows.stored)
+    H_max = torch.full_like(m, math.log(z.shape[1]))
+    return Scalars(
+        m, torch.exp(-m), D, H, p.square().sum(1), p.amax(1), top_entropy(log_p), H_max, rows.stored
+    )
 
 
 def claimed_gradient(

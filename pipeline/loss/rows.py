@@ -23,6 +23,7 @@ their gradient. `solve` computes the numbers per token in between.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cost import CostRows
-from .objectives import Objective, Scalars
+from .objectives import LIKELIEST, Objective, Scalars, top_entropy
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class Statistics(NamedTuple):
     H: Tensor | None = None  # H', if the objective needs it
     S: Tensor | None = None  # S', if the objective needs it
     top: Tensor | None = None  # the largest p', if the objective needs it
+    likeliest: Tensor | None = (
+        None  # [n, 20] largest logits, capped if the row is, if the objective needs them
+    )
     unscaled_lse: Tensor | None = None  # L' without the objective's logit scale, if it has one
     unscaled_d: Tensor | None = None  # D' without it
 
@@ -106,7 +110,7 @@ def solve(
     cap), or if G must stay within a narrow range (float16).
     """
     scale = terms.objective.logit_scale
-    solution = _solve_scalars(stats, stored, scale)
+    solution = _solve_scalars(stats, stored, terms.objective, vocab_size)
     m = solution.scalars.m
     D = solution.scalars.D
     others = solution.others
@@ -133,15 +137,18 @@ def solve(
     return Tokens(loss, nll, demd, scale * a * others, weight), RowUpdate(beta, kappa, None, 0.0, target)
 
 
-def _solve_scalars(stats: Statistics, stored: Tensor | None, scale: float) -> _Solution:
+def _solve_scalars(
+    stats: Statistics, stored: Tensor | None, objective: Objective, vocab_size: int
+) -> _Solution:
     """Add the target to the statistics of the other tokens."""
+    scale = objective.logit_scale
     z_y = stats.target - stats.offset
     gap = stats.lse - scale * z_y
     others = torch.sigmoid(gap)
     p_y = torch.sigmoid(-gap)
     m = F.softplus(gap)
     D = others * stats.D
-    H = S = top = log_others = None
+    H = S = top = H_top = H_max = log_others = None
     if stats.H is not None:
         log_others = F.logsigmoid(gap)
         H = others * (stats.H - log_others) + p_y * m
@@ -149,7 +156,12 @@ def _solve_scalars(stats: Statistics, stored: Tensor | None, scale: float) -> _S
         S = others.square() * stats.S + p_y.square()
     if stats.top is not None:
         top = torch.maximum(others * stats.top, p_y)
-    return _Solution(Scalars(m, p_y, D, H, S, top, stored), others, log_others, z_y)
+    if stats.likeliest is not None:
+        H_top = top_entropy(torch.cat([stats.likeliest, scale * z_y[:, None]], 1))
+    if "H_max" in objective.needs:
+        H_max = torch.full_like(m, math.log(vocab_size))
+    scalars = Scalars(m, p_y, D, H, S, top, H_top, H_max, stored)
+    return _Solution(scalars, others, log_others, z_y)
 
 
 def _complete(
@@ -194,6 +206,23 @@ def _ratios(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tens
     smallest = (size * 1e-30).clamp(min=1e-30)
     a = torch.where(a.abs() < smallest, torch.copysign(smallest, a), a)
     return a, None if b is None else b / a, None if c is None else c / a
+
+
+def largest_logits(z: Tensor) -> Tensor:
+    """Return the 20 largest logits of each row of z [n, V], whose target has the lowest logit, [n, 20].
+
+    There are V - 1 if V is smaller. They lie in the 20 blocks with the largest maxima, and only these blocks
+    are sorted.
+    """
+    n, V = z.shape
+    k = min(LIKELIEST, V - 1)
+    block = 64
+    if 2 * block * k > V:
+        return z.topk(k).values
+    blocks = z[:, : V - V % block].unflatten(1, (-1, block))
+    best = blocks.amax(2).topk(k).indices
+    found = blocks.gather(1, best[:, :, None].expand(n, k, block)).flatten(1)
+    return torch.cat([found, z[:, V - V % block :]], 1).topk(k).values
 
 
 class Chunk(NamedTuple):
@@ -246,12 +275,15 @@ class TorchRows:
         unscaled = []
         unscaled_D = []
         entropy = []
+        likeliest = []
         for start in range(0, len(z), self.step):
             part = z[start : start + self.step]
             if scale != 1.0:
                 unscaled.append(torch.logsumexp(part, 1))
                 unscaled_D.append(self._dot_costs(torch.softmax(part, 1), start))
                 part.mul_(scale)
+            if "H_top" in needs:
+                likeliest.append(largest_logits(part))
             peak = part.amax(1)
             p_log_p = None if self.p_log_p is None else self.p_log_p[start : start + self.step].copy_(part)
             torch.softmax(part, 1, out=part)
@@ -271,6 +303,7 @@ class TorchRows:
             H=torch.cat(entropy) if entropy else None,
             S=torch.linalg.vecdot(z, z) if "S" in needs else None,
             top=torch.cat(top) if "top" in needs else None,
+            likeliest=torch.cat(likeliest) if likeliest else None,
             unscaled_lse=torch.cat(unscaled) if unscaled else None,
             unscaled_d=torch.cat(unscaled_D) if unscaled_D else None,
         )

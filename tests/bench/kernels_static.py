@@ -66,6 +66,7 @@ FLAVOURS = {
     "emo2, exact costs": Flavour("emo2", "exact"),
     "neg_entropy": Flavour("neg_entropy"),
     "mile": Flavour("mile"),
+    "eaft": Flavour("eaft"),
     "deft": Flavour("deft"),
     "gem": Flavour("gem"),
     "gem, exact costs reported": Flavour("gem", "exact"),

@@ -122,7 +122,7 @@ def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> N
             variant, objective = name.split(": ")
             beside, label, most = f"ours: {objective}", "ours", None
             if variant == "ours":
-                entropy = "H" in get_objective(objective).needs
+                entropy = bool({"H", "H_top"} & get_objective(objective).needs)
                 beside, label, most = base, "MLE", 1.15 if entropy and not GPU else 1.10
             report.ratio(f"{name} {kind} / {label}", common.ratio(values, name, beside), at_most=most)
 

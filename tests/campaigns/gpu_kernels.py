@@ -64,6 +64,7 @@ CASES = (
     Case("emo", {"z_loss": 1e-3, "label_smoothing": 0.1}),
     Case("emo", {"softcap": 5.0}),
     Case("mile"),
+    Case("eaft"),
     Case("deft"),
     Case("neg_entropy", bound=1e-4, half=BF16_WITHOUT_TARGET),  # log p + H cancels
     Case("gem"),

@@ -33,10 +33,13 @@ def inputs(
 
 
 def token_losses(
-    name: str, m: Tensor, D: Tensor, p: Tensor, H: Tensor, S: Tensor, stored: Tensor, *,
+    name: str, m: Tensor, D: Tensor, log_p: Tensor, H: Tensor, S: Tensor, stored: Tensor, *,
     gamma: float | None = None, w_min: float = 0.0, ratio_cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the loss per token as in papers and released code, with detached weights."""
+    p = (-m).exp()
+    likeliest = log_p.sort(-1, descending=True).values[:, :20].softmax(-1).detach()
+    gate = -torch.xlogy(likeliest, likeliest).sum(-1) / likeliest.new_tensor(likeliest.shape[1]).log()
     shifted = D + p.detach()  # D' of the released code: the gradient is that of D
     mixing = 0.8 if gamma is None else gamma
     ratio = (m / (D + EPS)).detach()
@@ -57,6 +60,8 @@ def token_losses(
         "threshold": lambda: torch.where(p >= 0.1, m, 0.0),
         "chord": lambda: (p * (1 - p)).detach() * m,
         "mile": lambda: weight / weight.mean() * m,
+        "eaft": lambda: gate * m,
+        "eaft_full": lambda: H.detach() / log_p.new_tensor(log_p.shape[1]).log() * m,
         "deft": lambda: (1 - torch.exp(-a * m)) / a,
         "neg_entropy": lambda: -H,
         "gem": lambda: 0.7 * m,
@@ -102,7 +107,7 @@ def losses_from_logits(
     m = -torch.nn.functional.logsigmoid(scaled.gather(1, y[:, None])[:, 0] - others)
     D = (log_p.exp() * C[y]).sum(-1)
     H, S = -(log_p.exp() * log_p).sum(-1), log_p.exp().square().sum(-1)
-    loss = token_losses(name, m, D, (-m).exp(), H, S, stored_for(y), **params)
+    loss = token_losses(name, m, D, log_p, H, S, stored_for(y), **params)
     if name == "gem":  # reported at the model's own scale
         m = z.logsumexp(-1) - z.gather(1, y[:, None])[:, 0]
         D = (z.softmax(-1) * C[y]).sum(-1)

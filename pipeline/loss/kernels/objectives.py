@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cost import CostRows, kernel_width
-from ..rows import Chunk, RowUpdate, Statistics, Terms, solve
+from ..rows import Chunk, RowUpdate, Statistics, Terms, largest_logits, solve
 
 BLOCK = 4096  # columns of a row in flight
 WARPS = 8
@@ -208,7 +208,7 @@ class TritonRows:
         return pointers, flags, kernel_width(logits, *([] if costs is None else [costs.rows]))
 
     def statistics(self) -> Statistics:
-        """Return the statistics of the rows, without changing them."""
+        """Return the statistics of the rows. It may change the logit of the target in the rows."""
         cap, smoothing, objective = self.terms.softcap, self.terms.label_smoothing, self.terms.objective
         target, offset = self.target_logit, self.offset
         if cap is not None:
@@ -233,9 +233,24 @@ class TritonRows:
             H=entropy if "H" in objective.needs else None,
             S=squares if "S" in objective.needs else None,
             top=top if "top" in objective.needs else None,
+            likeliest=self._likeliest() if "H_top" in objective.needs else None,
             unscaled_lse=plain_lse if scaled else None,
             unscaled_d=plain_d if scaled else None,
         )
+
+    def _likeliest(self) -> Tensor:
+        """Return the largest logits of the other tokens, [n, 20]."""
+        lowest = torch.finfo(self.logits.dtype).min / 2
+        self.logits.scatter_(1, self.labels[:, None], lowest)  # no kernel reads it
+        if self.bias is None:
+            values = largest_logits(self.logits).to(self.lse.dtype)
+        else:
+            bias = self.bias[: self.logits.shape[1]]
+            values = torch.cat([largest_logits(part + bias) for part in self.logits.split(256)])
+        cap = self.terms.softcap
+        if cap is not None:
+            values = cap * torch.tanh((values + self.offset[:, None]) / cap)
+        return self.terms.objective.logit_scale * values
 
     def write(self, update: RowUpdate) -> None:
         """Overwrite the rows by G."""

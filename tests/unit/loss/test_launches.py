@@ -147,6 +147,7 @@ def test_solve_compiles_for_every_objective(name: str) -> None:
     torch.compiler.reset()  # it gives up after so many variants of a function
     numbers = torch.rand(9, 8, generator=torch.Generator().manual_seed(1)).unbind()
     statistics = rows.Statistics(*numbers[:4], H=numbers[4], S=numbers[5], top=numbers[6])
+    statistics = statistics._replace(likeliest=torch.stack(numbers[:3], 1))
     arguments = (rows.Terms(get_objective(name)), statistics, numbers[7], 32000, False)
     compiled = torch.compile(rows.solve, dynamic=True, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*arguments)[0].loss, rows.solve(*arguments)[0].loss)

@@ -13,6 +13,7 @@ import torch
 
 from emo.pipeline.loss import CostEmbedding, Objective, Ramp, fused_linear_loss, get_objective, weighted_sum
 from emo.pipeline.loss.objectives import BUILT_IN
+from emo.pipeline.loss.rows import largest_logits
 from tests.conftest import REPO
 from tests.helpers.loss_reference import fused_step, inputs
 from tests.helpers.refusals import refused
@@ -167,3 +168,11 @@ def test_a_schedule() -> None:
     for step, share in ((0, 0.0), (5, 0.5), (1000, 1.0)):
         fixed = weighted_sum([(make("emo"), share), (make("mle"), 1 - share)])
         torch.testing.assert_close(run(moving.at(step)), run(fixed))
+
+
+@pytest.mark.parametrize("width", [1, 7, 2600, 5003])
+def test_the_largest_logits_are_found_in_blocks(width: int) -> None:
+    z = torch.randn(5, width + 9, generator=torch.Generator().manual_seed(width))[:, :width]
+    z[:, -1] = -1e30
+    expected = z[:, :-1].sort(descending=True).values[:, :20]
+    assert torch.equal(largest_logits(z), expected)
