@@ -46,7 +46,9 @@ def compute_pull(objective: Objective, p: Tensor) -> Tensor:
     rows = LogitRows(z, torch.zeros(len(p), dtype=torch.long), costs, torch.full_like(p, STORED).log())
     scalars = compute_scalars(z, rows, objective.logit_scale)
     # 0 - x instead of -x avoids negative zeros in the table
-    return 0 - claimed_gradient(objective.coefficients(scalars), scalars, rows, objective.logit_scale)[:, 0]
+    coefficients = objective.coefficients(scalars)
+    arguments = (rows, objective.logit_scale, objective.smoothing)
+    return 0 - claimed_gradient(coefficients, scalars, *arguments)[:, 0]
 
 
 def draw_pulls() -> str:

@@ -78,6 +78,7 @@ def _find_objective(decoding: Decoding) -> Objective:
     obstacles = {
         "it needs a teacher": bool(objective.divergences),
         "it needs another model's scores": "stored" in objective.needs,
+        "smoothed targets need the costs between all tokens": objective.smoothing is not None,
         "its weights are divided by their mean over a batch": objective.normalised,
     }
     for reason, applies in obstacles.items():

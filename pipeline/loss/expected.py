@@ -56,8 +56,13 @@ def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Cos
         q: the model's probabilities [..., V].
         truth: the distribution of the targets [..., V].
         objective: any objective without a teacher.
-        costs: transport costs between the V tokens.
+        costs: transport costs between the V tokens. Smoothed targets need all V V of them.
     """
+    if objective.smoothing is not None:
+        between = costs.apply(torch.eye(q.shape[-1], dtype=q.dtype, device=q.device))
+        k = objective.smoothing.kernel(between)
+        smooth = truth @ (k / k.sum(-1, keepdim=True))
+        truth = truth + objective.smoothing.weight * (smooth - truth)
     scale = objective.logit_scale
     tiny = torch.finfo(q.dtype).tiny
     if scale != 1.0:

@@ -71,14 +71,33 @@ ObjectiveFunction = Callable[..., Tensor | Coefficients]
 Options = Mapping[str, float | None]
 
 
+class CostSmoothing(NamedTuple):
+    """Targets smoothed by the transport costs c of a token: q = (1 - weight) onehot + weight k.
+
+    k_i is proportional to exp(-c_i^2 / (2 width^2)). The loss gains weight (sum_i k_i (-log p_i) - m), and
+    its gradient weight ([i = y] - k_i).
+    """
+
+    weight: float
+    width: float
+
+    def kernel(self, costs: Tensor) -> Tensor:
+        """Return k of each row of costs, up to its norm."""
+        return torch.exp(costs.square() * (-0.5 / self.width**2))
+
+
 class _Traits(NamedTuple):
     logit_scale: Callable[..., float] | None = None
     normalised: bool = False
     warning: str | None = None
+    smoothing: Callable[..., CostSmoothing] | None = None
 
 
 def traits(
-    logit_scale: Callable[..., float] | None = None, normalised: bool = False, warning: str | None = None
+    logit_scale: Callable[..., float] | None = None,
+    normalised: bool = False,
+    warning: str | None = None,
+    smoothing: Callable[..., CostSmoothing] | None = None,
 ) -> Callable[[ObjectiveFunction], ObjectiveFunction]:
     """Return a decorator that declares properties of an objective that its function cannot express.
 
@@ -86,10 +105,11 @@ def traits(
         logit_scale: maps the options to the scale of softmax(scale z) from which the scalars are computed.
         normalised: divide the weights by their mean over the batch.
         warning: warning to issue when the objective is chosen.
+        smoothing: maps the options to the smoothing of the targets.
     """
 
     def attach(function: ObjectiveFunction) -> ObjectiveFunction:
-        function.traits = _Traits(logit_scale, normalised, warning)  # type: ignore[attr-defined]
+        function.traits = _Traits(logit_scale, normalised, warning, smoothing)  # type: ignore[attr-defined]
         return function
 
     return attach
@@ -218,6 +238,19 @@ def eaft_full(H: Tensor, H_max: Tensor, *, alpha: float = 1.0) -> Tensor:
     return (H / H_max).clamp(0.0, 1.0).pow(alpha)
 
 
+@traits(smoothing=CostSmoothing)
+def smoothed(m: Tensor, D: Tensor, *, weight: float = 0.1, width: float = 0.3) -> Tensor:
+    """Cross-entropy with targets smoothed by the costs: L = (1 - weight) m - weight sum_i k_i log p_i.
+
+    k_i is proportional to exp(-c_i^2 / (2 width^2)), a Gaussian prior over costs like the data-dependent one
+    of D2GPo (Li et al., ICLR 2020). The target has a share of k. The returned weight is that of m in the sum
+    without smoothing, see `CostSmoothing`.
+    """
+    _require("in [0, 1]", weight=weight)
+    _require("above 0", width=width)
+    return torch.ones_like(m)
+
+
 def deft(m: Tensor, S: Tensor) -> Coefficients:
     """DEFT (arXiv 2602.11424): the power family with alpha = sg[sum_i p_i^2], the model's certainty."""
     alpha = S.detach()
@@ -265,7 +298,7 @@ BUILT_IN: dict[str, ObjectiveFunction] = {
     f.__name__: f
     for f in (
         mle, emo, emo2, demd, tailr, mixce, dft, focal, power, threshold, chord, mile, eaft, eaft_full, deft,
-        neg_entropy, gem, psft, excess, emo_compat, emo2_compat,
+        smoothed, neg_entropy, gem, psft, excess, emo_compat, emo2_compat,
     )
 }  # fmt: skip
 OBJECTIVES = (*BUILT_IN, *DIVERGENCES)
@@ -296,6 +329,7 @@ class Objective:
     normalised: bool = False  # weights are divided by their mean over the batch
     uses_target: bool = True  # False if it consists of divergences only
     divergences: tuple[tuple[float, BoundDivergence], ...] = ()  # from a teacher, with their weights
+    smoothing: CostSmoothing | None = None  # of the targets, by the costs
     schedule: Callable[[int], Objective] | None = None  # the objective at a step; None: always this one
 
     @property
@@ -356,7 +390,7 @@ def _bind(name: str, function: ObjectiveFunction, params: Options) -> Objective:
             problem = f"{key} must be one of {', '.join(Scalars._fields)}, or an option after *"
             raise UserError(f"objective {name}: {problem}", code="objective-signature")
     options = _resolve_options(name, defaults, params)
-    scale, normalised, warning = getattr(function, "traits", _Traits())
+    scale, normalised, warning, smoothing = getattr(function, "traits", _Traits())
     if warning:
         warnings.warn(warning, stacklevel=3)
 
@@ -383,6 +417,7 @@ def _bind(name: str, function: ObjectiveFunction, params: Options) -> Objective:
         tuple(options.items()),
         logit_scale=1.0 if scale is None else scale(**options),
         normalised=normalised,
+        smoothing=None if smoothing is None else smoothing(**options),
     )
 
 
@@ -487,6 +522,8 @@ def weighted_sum(parts: Sequence[tuple[Objective, Weight]]) -> Objective:
     if len({objective.logit_scale for objective, _ in parts}) > 1:
         names = ", ".join(f"{o.name}: {o.logit_scale:g}" for o, _ in parts)
         raise UserError(f"the parts of a weighted sum need one logit scale ({names})", code="sum-scales")
+    if len({objective.smoothing.width for objective, _ in parts if objective.smoothing}) > 1:
+        raise UserError("the parts of a weighted sum need one width of smoothed targets", code="sum-part")
     total = _sum_at_step(parts, 0)
     if any(isinstance(weight, Ramp | Spaced) or objective.schedule for objective, weight in parts):
         return replace(total, schedule=lambda step: _sum_at_step(parts, step))
@@ -511,14 +548,17 @@ def _sum_at_step(parts: Sequence[tuple[Objective, Weight]], step: int) -> Object
         name = f"({objective})" if " + " in objective.name else str(objective)
         return f"({weight}) {name}" if isinstance(weight, Ramp | Spaced) else f"{weight:g} {name}"
 
-    weighted = zip(objectives, weights, strict=True)
+    weighted = list(zip(objectives, weights, strict=True))
+    widths = [o.smoothing.width for o in objectives if o.smoothing]
+    share = sum(w * o.smoothing.weight for o, w in weighted if o.smoothing)
     return Objective(
         " + ".join(describe(objective, weight) for objective, weight in parts),
         frozenset[str]().union(*(o.needs for o in objectives)),
         coefficients,
         logit_scale=objectives[0].logit_scale,
         uses_target=any(o.uses_target for o in objectives),
-        divergences=tuple((w * share, d) for o, w in weighted for share, d in o.divergences),
+        divergences=tuple((w * part, d) for o, w in weighted for part, d in o.divergences),
+        smoothing=CostSmoothing(share, widths[0]) if widths else None,
     )
 
 
@@ -679,7 +719,11 @@ def compute_scalars(z: Tensor, rows: LogitRows, logit_scale: float = 1.0) -> Sca
 
 
 def claimed_gradient(
-    result: Coefficients, scalars: Scalars, rows: LogitRows, logit_scale: float = 1.0
+    result: Coefficients,
+    scalars: Scalars,
+    rows: LogitRows,
+    logit_scale: float = 1.0,
+    smoothing: CostSmoothing | None = None,
 ) -> Tensor:
     """Return the gradient dL/dz [n, V] of the coefficients, float64, with s = logit_scale.
 
@@ -692,4 +736,9 @@ def claimed_gradient(
     row = log_p.exp() * (result.A[:, None] + B[:, None] * rows.costs + C[:, None] * log_p)
     assert scalars.D is not None and scalars.H is not None  # `compute_scalars` returns them all
     K = result.A + B * scalars.D - C * scalars.H
-    return logit_scale * row.scatter_add(1, rows.y[:, None], -K[:, None])
+    row = row.scatter_add(1, rows.y[:, None], -K[:, None])
+    if smoothing is not None:
+        k = smoothing.kernel(rows.costs)
+        row = row - smoothing.weight * k / k.sum(1, keepdim=True)
+        row = row.scatter_add(1, rows.y[:, None], torch.full_like(row[:, :1], smoothing.weight))
+    return logit_scale * row

@@ -70,6 +70,8 @@ class Statistics(NamedTuple):
     likeliest: Tensor | None = (
         None  # [n, 20] largest logits, capped if the row is, if the objective needs them
     )
+    kernel_sum: Tensor | None = None  # sum of the kernel of smoothed targets, if the objective smooths them
+    kernel_z: Tensor | None = None  # sum of kernel times logit
     unscaled_lse: Tensor | None = None  # L' without the objective's logit scale, if it has one
     unscaled_d: Tensor | None = None  # D' without it
 
@@ -77,7 +79,9 @@ class Statistics(NamedTuple):
 class RowUpdate(NamedTuple):
     """The update of a row from p' to G; tensors are [n].
 
-    G_i = scale p'_i (1 + beta c_i + kappa log p'_i) - uniform,  i != y;      G_y = target
+    G_i = scale p'_i (1 + beta c_i + kappa log p'_i) - uniform - share k_i,  i != y;      G_y = target
+
+    k is the kernel of smoothed targets.
     """
 
     beta: Tensor | None  # None: 0
@@ -85,6 +89,7 @@ class RowUpdate(NamedTuple):
     scale: Tensor | None  # None: 1
     uniform: float
     target: Tensor
+    share: Tensor | None = None  # None: 0
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -125,7 +130,7 @@ def solve(
         demd = torch.sigmoid(unscaled_gap) * stats.unscaled_d
     # the common factor of every p'_i in the row
     common = A if C is None or solution.log_others is None else A + C * solution.log_others
-    if in_full or terms.label_smoothing or terms.z_loss:
+    if in_full or terms.label_smoothing or terms.z_loss or terms.objective.smoothing:
         loss, update = _complete(terms, stats, solution, (loss, A, B, C), common, vocab_size)
         return Tokens(loss, nll, demd, torch.ones_like(m), weight), update
     a, beta, kappa = _ratios(common, B, C)
@@ -179,6 +184,14 @@ def _complete(
     loss, A, B, C = coefficients
     smoothing = terms.label_smoothing
     scale = terms.objective.logit_scale
+    share = None  # smoothed targets come with a logit scale of 1
+    target = torch.zeros_like(m)
+    if terms.objective.smoothing is not None and stats.kernel_sum is not None and stats.kernel_z is not None:
+        total = 1 + stats.kernel_sum  # the target's kernel is 1
+        weight = terms.objective.smoothing.weight
+        loss = loss + weight * (z_y * stats.kernel_sum - stats.kernel_z) / total
+        share = (1 - smoothing) * weight / total
+        target = share * stats.kernel_sum
     lse = z_y + m
     if stats.z_mean is not None:
         loss = (1 - smoothing) * loss + smoothing * (lse - stats.z_mean)
@@ -187,7 +200,7 @@ def _complete(
     keep = 1 - smoothing
     extra = smoothing + 2 * terms.z_loss * lse  # times p_i, for every i
     uniform = smoothing / vocab_size
-    target = extra * p_y - keep * others * A - uniform
+    target = target + extra * p_y - keep * others * A - uniform
     if B is not None:
         target = target - keep * B * D
     if C is not None and stats.H is not None and log_others is not None:
@@ -195,7 +208,7 @@ def _complete(
     a, beta, kappa = _ratios(
         keep * common + extra, None if B is None else keep * B, None if C is None else keep * C
     )
-    return loss, RowUpdate(beta, kappa, scale * a * others, uniform, scale * target)
+    return loss, RowUpdate(beta, kappa, scale * a * others, uniform, scale * target, share)
 
 
 def _ratios(a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -262,6 +275,7 @@ class TorchRows:
         self.step = max(1, l2_bytes // (V * z.element_size())) if on_cpu else len(z)
         self.row_loop = on_cpu and V >= 4096  # for smaller V, Python would cost more than it saves
         self.slope: Tensor | None = None  # d capped / d uncapped logit
+        self.kernel: Tensor | None = None  # [w, V] of smoothed targets, 0 at the target, by cost row
         self.p_log_p = p_log_p  # [k, V] becomes p' log p', if the objective needs the entropy
 
     def statistics(self) -> Statistics:
@@ -270,6 +284,7 @@ class TorchRows:
         scale = self.terms.objective.logit_scale
         needs = self.terms.objective.needs
         target_logit, offset, z_mean = self._complete_logits()
+        kernel_sum, kernel_z = self._apply_kernel()
         lse = []
         top = []
         unscaled = []
@@ -280,7 +295,7 @@ class TorchRows:
             part = z[start : start + self.step]
             if scale != 1.0:
                 unscaled.append(torch.logsumexp(part, 1))
-                unscaled_D.append(self._dot_costs(torch.softmax(part, 1), start))
+                unscaled_D.append(self._dot_rows(torch.softmax(part, 1), self._cost_rows(), start))
                 part.mul_(scale)
             if "H_top" in needs:
                 likeliest.append(largest_logits(part))
@@ -296,7 +311,7 @@ class TorchRows:
                 entropy.append(-p_log_p.sum(1))
         return Statistics(
             torch.cat(lse),
-            self._dot_costs(z, 0),
+            self._dot_rows(z, self._cost_rows(), 0),
             target_logit,
             offset,
             z_mean,
@@ -304,6 +319,8 @@ class TorchRows:
             S=torch.linalg.vecdot(z, z) if "S" in needs else None,
             top=torch.cat(top) if "top" in needs else None,
             likeliest=torch.cat(likeliest) if likeliest else None,
+            kernel_sum=kernel_sum,
+            kernel_z=kernel_z,
             unscaled_lse=torch.cat(unscaled) if unscaled else None,
             unscaled_d=torch.cat(unscaled_D) if unscaled_D else None,
         )
@@ -333,15 +350,35 @@ class TorchRows:
         z.scatter_(1, self.y, torch.finfo(z.dtype).min / 2)
         return target_logit, offset, z_mean
 
-    def _dot_costs(self, p: Tensor, start: int) -> Tensor:
-        """Return sum_i p_i c_i for probabilities p [n, V] of the rows from `start`, [n]."""
-        if self.costs is None:
+    def _cost_rows(self) -> Tensor | None:
+        return None if self.costs is None else self.costs.rows
+
+    def _apply_kernel(self) -> tuple[Tensor | None, Tensor | None]:
+        """Set the kernel of smoothed targets. Return its sum and its sum times the logits, each [k]."""
+        smoothing = self.terms.objective.smoothing
+        if smoothing is None or self.costs is None:
+            return None, None
+        self.kernel = smoothing.kernel(self.costs.rows)
+        self.kernel[self.costs.row_index, self.chunk.labels] = 0
+        return self.kernel.sum(1)[self.costs.row_index], self._dot_rows(self.z, self.kernel, 0)
+
+    def _dot_rows(self, p: Tensor, rows: Tensor | None, start: int) -> Tensor:
+        """Return sum_i p_i r_i for p [n, V] of the tokens from `start` and their rows r by cost row, [n]."""
+        if self.costs is None or rows is None:
             return p.new_zeros(len(p))
         index = self.costs.row_index[start : start + len(p)]
         if not self.row_loop:
-            return torch.linalg.vecdot(p, self.costs.rows[index])
+            return torch.linalg.vecdot(p, rows[index])
         pairs = zip(p.unbind(), index.tolist(), strict=True)
-        return torch.stack([row.dot(self.costs.rows[i]) for row, i in pairs])
+        return torch.stack([row.dot(rows[i]) for row, i in pairs])
+
+    def _subtract_kernel(self, kernel: Tensor, index: Tensor, share: Tensor) -> None:
+        """Subtract `share` [k] times the kernel of smoothed targets from the rows."""
+        if not self.row_loop:
+            self.z.sub_(kernel[index].mul_(share[:, None]))
+            return
+        for p, i, factor in zip(self.z.unbind(), index.tolist(), share.tolist(), strict=True):
+            p.sub_(kernel[i], alpha=factor)
 
     def write(self, update: RowUpdate) -> None:
         """Overwrite p' by G, in the model's dtype."""
@@ -359,6 +396,8 @@ class TorchRows:
             z.mul_(update.scale[:, None])
         if update.uniform:
             z.sub_(update.uniform)
+        if costs is not None and update.share is not None and self.kernel is not None:
+            self._subtract_kernel(self.kernel, costs.row_index, update.share)
         z.scatter_(1, self.y, update.target[:, None])
         if self.slope is not None:
             z.mul_(self.slope)

@@ -67,6 +67,7 @@ FLAVOURS = {
     "neg_entropy": Flavour("neg_entropy"),
     "mile": Flavour("mile"),
     "eaft": Flavour("eaft"),
+    "smoothed, exact costs": Flavour("smoothed", "exact"),
     "deft": Flavour("deft"),
     "gem": Flavour("gem"),
     "gem, exact costs reported": Flavour("gem", "exact"),

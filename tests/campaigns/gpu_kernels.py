@@ -65,6 +65,7 @@ CASES = (
     Case("emo", {"softcap": 5.0}),
     Case("mile"),
     Case("eaft"),
+    Case("smoothed"),
     Case("deft"),
     Case("neg_entropy", bound=1e-4, half=BF16_WITHOUT_TARGET),  # log p + H cancels
     Case("gem"),

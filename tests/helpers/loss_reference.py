@@ -60,6 +60,7 @@ def token_losses(
         "threshold": lambda: torch.where(p >= 0.1, m, 0.0),
         "chord": lambda: (p * (1 - p)).detach() * m,
         "mile": lambda: weight / weight.mean() * m,
+        "smoothed": lambda: m,
         "eaft": lambda: gate * m,
         "eaft_full": lambda: H.detach() / log_p.new_tensor(log_p.shape[1]).log() * m,
         "deft": lambda: (1 - torch.exp(-a * m)) / a,
@@ -108,6 +109,9 @@ def losses_from_logits(
     D = (log_p.exp() * C[y]).sum(-1)
     H, S = -(log_p.exp() * log_p).sum(-1), log_p.exp().square().sum(-1)
     loss = token_losses(name, m, D, log_p, H, S, stored_for(y), **params)
+    if name == "smoothed":
+        k = torch.softmax(-(C[y] ** 2) / (2 * 0.3**2), -1)
+        loss = 0.9 * m - 0.1 * (k * log_p).sum(-1)
     if name == "gem":  # reported at the model's own scale
         m = z.logsumexp(-1) - z.gather(1, y[:, None])[:, 0]
         D = (z.softmax(-1) * C[y]).sum(-1)

@@ -70,7 +70,7 @@ OPTIONS: list[dict[str, float]] = [
     ("name", "options"),
     [
         (name, options)
-        for name in ("emo", "neg_entropy", "gem", "eaft")
+        for name in ("emo", "neg_entropy", "gem", "eaft", "smoothed")
         for options in OPTIONS
         if composes(name, options)
     ],

@@ -59,9 +59,10 @@ def _sum_exponentials(z, peak, mass):
 @triton.jit
 def statistics_kernel(
     logits, stride, labels, shifts, bias, costs, cost_stride, cost_index,
-    lse, d_rest, total, top, entropy, squares, plain_lse, plain_d, V, width, cap, logit_scale,
+    lse, d_rest, total, top, entropy, squares, plain_lse, plain_d, kernel_sum, kernel_z,
+    V, width, cap, logit_scale, kernel_factor,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_COST: tl.constexpr, HAS_TOTAL: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr, IS_SCALED: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, HAS_SQUARES: tl.constexpr, HAS_KERNEL: tl.constexpr, IS_SCALED: tl.constexpr,
     SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the statistics of one row without its target.
@@ -77,6 +78,7 @@ def statistics_kernel(
     peak, mass, transported = low, 0.0, 0.0
     plain_peak, plain_mass, plain_transported = low, 0.0, 0.0
     summed = 0.0
+    smooth, smooth_z = 0.0, 0.0
     spread = 0.0  # sum of e (z - peak)
     squared = 0.0
     if HAS_COST:
@@ -91,6 +93,10 @@ def statistics_kernel(
             c = tl.where(other, _load_costs(cost_row, columns, inside, SIMILARITY), 0.0)
         if HAS_TOTAL:
             summed += tl.sum(tl.where(other, z, 0.0))
+        if HAS_KERNEL:
+            k = tl.where(other, tl.exp(kernel_factor * c * c), 0.0)
+            smooth += tl.sum(k)
+            smooth_z += tl.sum(tl.where(other, k * z, 0.0))
         if IS_SCALED:
             plain = tl.where(other, z, low)
             plain_peak, e, shrink, plain_mass = _sum_exponentials(plain, plain_peak, plain_mass)
@@ -111,6 +117,9 @@ def statistics_kernel(
     tl.store(lse + row, peak + tl.log(mass))
     tl.store(d_rest + row, transported / mass)
     tl.store(top + row, 1.0 / mass)
+    if HAS_KERNEL:
+        tl.store(kernel_sum + row, smooth)
+        tl.store(kernel_z + row, smooth_z)
     if HAS_TOTAL:
         tl.store(total + row, summed)
     if HAS_ENTROPY:
@@ -125,9 +134,10 @@ def statistics_kernel(
 @triton.jit
 def gradient_kernel(
     logits, stride, labels, shifts, bias, costs, cost_stride, cost_index, lse, beta, kappa, scale, target,
-    width, cap, logit_scale, uniform,
+    share, width, cap, logit_scale, uniform, kernel_factor,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_COST: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    HAS_SCALE: tl.constexpr, IS_SCALED: tl.constexpr, SIMILARITY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_KERNEL: tl.constexpr, IS_SCALED: tl.constexpr, SIMILARITY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Overwrite one row of logits by G."""
     row = tl.program_id(0).to(tl.int64)
@@ -138,6 +148,8 @@ def gradient_kernel(
     if HAS_COST:
         cost_row = costs + tl.load(cost_index + row) * cost_stride
         row_beta = tl.load(beta + row)
+    if HAS_KERNEL:
+        row_share = tl.load(share + row)
     if HAS_ENTROPY:
         row_kappa = tl.load(kappa + row)
     if HAS_SCALE:
@@ -157,12 +169,15 @@ def gradient_kernel(
         g = tl.exp(log_p)
         factor = 1.0
         if HAS_COST:
-            factor += row_beta * _load_costs(cost_row, columns, inside, SIMILARITY)
+            c = _load_costs(cost_row, columns, inside, SIMILARITY)
+            factor += row_beta * c
         if HAS_ENTROPY:
             factor += row_kappa * tl.maximum(log_p, -200.0)  # the product is 0 if p' is 0 in float32
         g *= factor
         if HAS_SCALE:
             g = g * row_scale - uniform
+        if HAS_KERNEL:
+            g -= row_share * tl.exp(kernel_factor * c * c)
         g *= slope
         g = tl.where(columns == y, at_target, g)
         tl.store(logits + row * stride + columns, g.to(logits.dtype.element_ty), mask=inside)
@@ -179,6 +194,8 @@ class TritonRows:
             self.bias = F.pad(chunk.bias, (0, kernel_width(logits) - len(chunk.bias)))
         self.lse = torch.empty_like(chunk.target_logit)
         self.cap_slope: Tensor | None = None
+        smoothing = terms.objective.smoothing
+        self.kernel_factor = 0.0 if smoothing is None else -0.5 / smoothing.width**2
 
     def _common(self, with_cost: bool) -> tuple[tuple, dict, int]:
         """Return pointers (unused ones point to the logits), flags, and the kernels' width."""
@@ -217,13 +234,15 @@ class TritonRows:
         n, V = self.logits.shape
         scaled = objective.logit_scale != 1.0
         pointers, flags, width = self._common(with_cost=True)
-        outputs = [torch.empty_like(self.lse) for _ in range(7)]
+        outputs = [torch.empty_like(self.lse) for _ in range(9)]
         statistics_kernel[(n,)](
-            *pointers, self.lse, *outputs, V, width, cap or 1.0, objective.logit_scale,
+            *pointers, self.lse, *outputs, V, width, cap or 1.0, objective.logit_scale, self.kernel_factor,
             HAS_TOTAL=bool(smoothing), HAS_ENTROPY="H" in objective.needs, HAS_SQUARES="S" in objective.needs,
+            HAS_KERNEL=objective.smoothing is not None,
             **flags,
         )  # fmt: skip
-        d_rest, total, top, entropy, squares, plain_lse, plain_d = outputs
+        d_rest, total, top, entropy, squares, plain_lse, plain_d, kernel_sum, kernel_z = outputs
+        smooths = objective.smoothing is not None
         return Statistics(
             self.lse,
             d_rest,
@@ -234,6 +253,8 @@ class TritonRows:
             S=squares if "S" in objective.needs else None,
             top=top if "top" in objective.needs else None,
             likeliest=self._likeliest() if "H_top" in objective.needs else None,
+            kernel_sum=kernel_sum if smooths else None,
+            kernel_z=kernel_z if smooths else None,
             unscaled_lse=plain_lse if scaled else None,
             unscaled_d=plain_d if scaled else None,
         )
@@ -254,12 +275,15 @@ class TritonRows:
 
     def write(self, update: RowUpdate) -> None:
         """Overwrite the rows by G."""
-        pointers, flags, width = self._common(with_cost=update.beta is not None)
-        optional = (update.beta, update.kappa, update.scale)
-        beta, kappa, scale = (self.lse if x is None else x for x in optional)  # an unused pointer
+        smooths = update.share is not None
+        pointers, flags, width = self._common(with_cost=update.beta is not None or smooths)
+        optional = (update.kappa, update.scale, update.share)
+        kappa, scale, share = (self.lse if x is None else x for x in optional)  # an unused pointer
+        beta = torch.zeros_like(self.lse) if update.beta is None else update.beta
         target = update.target if self.cap_slope is None else update.target * self.cap_slope
         gradient_kernel[(len(self.logits),)](
             *pointers, self.lse, beta, kappa, scale, target,
-            width, self.terms.softcap or 1.0, self.terms.objective.logit_scale, update.uniform,
-            HAS_ENTROPY=update.kappa is not None, HAS_SCALE=update.scale is not None, **flags,
+            share, width, self.terms.softcap or 1.0, self.terms.objective.logit_scale, update.uniform,
+            self.kernel_factor, HAS_ENTROPY=update.kappa is not None, HAS_SCALE=update.scale is not None,
+            HAS_KERNEL=smooths, **flags,
         )  # fmt: skip

@@ -106,6 +106,7 @@ def test_texts_of_different_objectives_and_costs_are_stored_separately(models: P
         ("mixce", "constant", "cost-alone"),
         ("kl", "", "no-fixed-point"),  # needs a teacher
         ("psft", "", "no-fixed-point"),  # needs scores
+        ("smoothed", "", "no-fixed-point"),  # would need V V costs
         ("mile", "", "no-fixed-point"),  # relative to a batch
         ("emo", "nowhere.pt", "cost-missing"),
     ],

@@ -26,7 +26,11 @@ def geometry() -> CostOperator:
 
 
 @pytest.mark.parametrize(
-    "name", ["mle", "emo", "emo2", "demd", "tailr", "mixce", "dft", "mile", "deft", "neg_entropy", "gem"]
+    "name",
+    [
+        *("mle", "emo", "emo2", "demd", "tailr", "mixce", "dft", "mile", "deft", "neg_entropy", "gem"),
+        *("eaft", "eaft_full", "smoothed"),
+    ],
 )
 def test_the_gradient_is_the_mean_over_targets(name: str) -> None:
     """... of what the loss library's own check says is the gradient for one."""
@@ -38,7 +42,8 @@ def test_the_gradient_is_the_mean_over_targets(name: str) -> None:
         rows = LogitRows(q.log()[None], target, cost[target], zero)
         scalars = compute_scalars(rows.z, rows, objective.logit_scale)
         weights = objective.coefficients(scalars)
-        expected += truth[y] * claimed_gradient(weights, scalars, rows, objective.logit_scale)[0]
+        options = (objective.logit_scale, objective.smoothing)
+        expected += truth[y] * claimed_gradient(weights, scalars, rows, *options)[0]
     assert torch.allclose(expected_gradient(q, truth, objective, costs), expected, atol=1e-14)
 
 
