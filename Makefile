@@ -33,7 +33,7 @@ setup: .venv/ready ## .venv with the exact versions of requirements.lock
 	$(BIN)/pip install --quiet --no-compile --require-hashes --no-deps -r .venv/setuptools.lock
 	$(BIN)/pip install --quiet --no-compile $(TORCH_ARGS) $$(grep -o '^torch==[^ ]*' requirements.lock)
 	$(BIN)/pip install --quiet --no-compile --require-hashes --no-deps --no-build-isolation -r requirements.lock
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # templates among them are no Python
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/|transformers/models/' .venv/lib || true # templates among them are no Python
 	touch $@
 
 .venv/ready: .venv/packages pyproject.toml
