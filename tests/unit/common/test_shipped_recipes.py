@@ -15,7 +15,7 @@ from emo.pipeline.config import load_config
 from emo.pipeline.planning.plan import print_plan
 from tests.conftest import REPO
 
-RECIPES = sorted((REPO / "launch" / "recipes").glob("*.yaml"))
+RECIPES = sorted((REPO / "launch" / "recipes").rglob("*.yaml"))
 
 
 def commands(recipe: Path) -> list[str]:
