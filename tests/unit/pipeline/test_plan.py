@@ -39,6 +39,7 @@ from tests.conftest import REPO
 from tests.helpers import corpus, published
 from tests.helpers.refusals import refused
 from tests.unit.common.test_shipped_recipes import ALONE
+from tests.unit.common.test_shipped_recipes import RECIPES as SHIPPED
 
 RECIPES = REPO / "launch/recipes"
 PAPER = RECIPES / "paper"
@@ -47,7 +48,7 @@ EIGHT = ["--gpus", "8xA100-80G"]
 LLAMA_7B, A100 = published.LLAMA_7B, ACCELERATORS["A100-80G"]
 RUNS = published.runs()
 # tests/unit/common/test_shipped_recipes.py plans recipes with their own commands. stories260k needs weights.
-OTHERS = [p for p in sorted(RECIPES.rglob("*.yaml")) if p not in ALONE and "stories260k" not in p.stem]
+OTHERS = [p for p in SHIPPED if p not in ALONE and "stories260k" not in p.stem]
 
 
 @pytest.fixture(autouse=True)
