@@ -1,15 +1,17 @@
 # GPU:  docker build -t emo --build-arg REVISION=$(git describe --always --dirty) .
 # CPU:  docker build -t emo:cpu --build-arg TORCH_ARGS="--index-url INDEX_OF_PYTORCH_FOR_CPUS" .
+# With flash-attn:  docker build -t emo --build-arg FLASH_ATTN=2.8.3.post2 .
 # Run:  docker run --gpus all --shm-size 16g -v $PWD/runs:/emo/runs emo continual launch/recipes/NAME.yaml
 #       Files belong to user 1001; --user $(id -u) makes them yours. --read-only --tmpfs /tmp:exec is enough to write to.
 # An own package index, its password and certificate: --secret id=pip,src=pip.conf, which no layer keeps.
 
 # Python 3.11, for which requirements.lock was tested. CUDA is not in the base: torch 2.13 from the package index
 # requires cuda-toolkit 13.0, cuDNN and NCCL as packages, and Triton brings its ptxas; of the host it takes a driver
-# (580 or newer). nvcc is needed for weights on NVMe (ds_configs/zero3_nvme.json) and to build flash-attn, which is left
-# out because attention in documents is PyTorch's own: for either, take a BASE with CUDA 13.0's toolkit.
+# (580 or newer). nvcc is needed for weights on NVMe (ds_configs/zero3_nvme.json). For that, take a BASE with the
+# toolkit of CUDA 13.0.
 ARG BASE=debian:bookworm-slim
-FROM ${BASE}
+ARG FLASH_ATTN=""
+FROM ${BASE} AS packages
 
 # tini, as the first process, passes signals on and collects orphans. g++ and Python's headers: Triton compiles the
 # launcher of each kernel, DeepSpeed its async_io (with libaio), where they run. pdsh and ssh: hosts without a scheduler. libibverbs1 and
@@ -37,6 +39,34 @@ WORKDIR /emo
 ARG TORCH_ARGS=""
 COPY Makefile requirements.lock ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf PIP_NO_CACHE_DIR=1 make .venv/packages TORCH_ARGS="${TORCH_ARGS}"
+
+# Wheels that the image gets in addition: none without FLASH_ATTN. Only the chosen one of these stages is built.
+FROM packages AS wheels
+RUN mkdir /wheels
+
+# flash-attn, compiled by the toolkit of CUDA 13.0 from NVIDIA's packages for Debian 12. Compiling takes many minutes
+# on all cores, and about 5 GB of memory for each of FLASH_ATTN_JOBS. FLASH_ATTN_ARCHS: 80 is A100, 90 is H100.
+# tests/campaigns/image.py builds the image without this stage.
+FROM packages AS wheels-flash-attn
+ARG FLASH_ATTN
+ARG FLASH_ATTN_ARCHS="80;90"
+ARG FLASH_ATTN_JOBS=4
+RUN set -e; apt-get update; DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends curl git; \
+    curl -fsSo /tmp/keyring.deb \
+        https://developer.download.nvidia.com/compute/cuda/repos/debian12/x86_64/cuda-keyring_1.1-1_all.deb; \
+    dpkg -i /tmp/keyring.deb; apt-get update; \
+    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        cuda-libraries-dev-13-0 cuda-minimal-build-13-0
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf .venv/bin/pip install --quiet ninja packaging psutil wheel \
+    && CUDA_HOME=/usr/local/cuda-13.0 FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTN_CUDA_ARCHS="${FLASH_ATTN_ARCHS}" \
+        MAX_JOBS="${FLASH_ATTN_JOBS}" PATH=/emo/.venv/bin:$PATH .venv/bin/pip wheel --no-build-isolation --no-deps \
+        --wheel-dir /wheels "flash-attn==${FLASH_ATTN}" einops
+
+FROM wheels${FLASH_ATTN:+-flash-attn} AS chosen-wheels
+
+FROM packages
+RUN --mount=type=bind,from=chosen-wheels,source=/wheels,target=/wheels \
+    for wheel in /wheels/*.whl; do [ ! -e "$wheel" ] || .venv/bin/pip install --no-cache-dir --no-deps "$wheel"; done
 COPY . .
 RUN touch .venv/packages && make setup
 

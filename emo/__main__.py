@@ -32,6 +32,7 @@ COMMANDS = {
     "preflight": Command(TRAINING, "check that all hosts are ready to train"),
     "score": Command(TRAINING, "store a model's log-probability of each token next to the data"),
     "train": Command("emo.launch.supervise:train", "train a recipe with DeepSpeed, or resume it"),
+    "export-model": Command(TRAINING, "turn a checkpoint into a Hugging Face model"),
     "top": Command(TRAINING, "show what the ranks of a run are doing"),
     "eval": Command(EVALUATION, "score one model on tasks"),
     "watch": Command(EVALUATION, "score each complete checkpoint of a run exactly once"),

@@ -1,4 +1,4 @@
-"""The commands `emo plan`, `preflight`, `score`, `top` and `report`.
+"""The commands `emo plan`, `preflight`, `score`, `export-model`, `top` and `report`.
 
 Heavy modules are imported after the arguments were checked.
 """
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    """Run `emo plan | preflight | score | top | report`.
+    """Run `emo plan | preflight | score | export-model | top | report`.
 
     Exit codes: 0 success, 1 does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
@@ -86,6 +86,15 @@ def _parser() -> argparse.ArgumentParser:
     top = commands.add_parser("top", description=about)
     top.set_defaults(work=_top)
     top.add_argument("run", type=Path, metavar="RUN_DIR")
+
+    about = (
+        "Export a checkpoint as a Hugging Face model, on the CPU. It may have been saved without an export."
+    )
+    export = commands.add_parser("export-model", description=about)
+    export.set_defaults(work=_export_model)
+    about = "run directory, whose newest checkpoint is exported, or a checkpoint in it"
+    export.add_argument("checkpoint", type=Path, metavar="RUN_DIR[/step-N]", help=about)
+    export.add_argument("target", type=Path, metavar="OUT", help="directory to create")
 
     about = "One or several runs as one page: curves, launches, the plan beside what was measured, "
     about += "sampled text. Also while they train."
@@ -183,6 +192,18 @@ def _score(args: argparse.Namespace) -> int:
         key = "objective.scores=" if args.top_k is None else "objective.teacher.scores="
         state = f"complete; use them with {key}{args.name}"
     print(f"scores {args.name}: {state}")
+    return ExitCode.DONE
+
+
+def _export_model(args: argparse.Namespace) -> int:
+    with show_activity("exporting"):
+        from transformers.utils.logging import disable_progress_bar
+
+        from .checkpoint.export import export_checkpoint
+
+        disable_progress_bar()
+        checkpoint = export_checkpoint(args.checkpoint, args.target)
+    print(f"exported {checkpoint.name}: {args.target}")
     return ExitCode.DONE
 
 

@@ -133,8 +133,8 @@ def load_section(cls: type[SectionT], path: Path, overrides: Sequence[str], noun
 def read_recipe(path: Path, overrides: Sequence[str], noun: str = "recipe") -> dict[str, Any]:
     """Read a YAML recipe and apply `key.sub=value` overrides, whose values are YAML.
 
-    `extends: other.yaml` names a base recipe in the same folder, which is merged key by key. A model
-    architecture with a model_type replaces the base's.
+    `extends: other.yaml` names a base recipe in the same folder, or one that ships with this code, which is
+    merged key by key. A model architecture with a model_type replaces the base's.
 
     Args:
         path: The recipe, or one that ships with this code.
@@ -160,8 +160,9 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
         tree = _load_yaml(read_bytes(path, FILE_BYTES))
     except FileNotFoundError:
         examples = REPOSITORY / EXAMPLES[noun]
-        match = similar(path.stem, [file.stem for file in examples.glob("*.yaml")], 0.8)
-        hint = f"did you mean {EXAMPLES[noun]}/{match}.yaml?" if match else f"see {examples} for examples"
+        names = {file.stem: file.relative_to(REPOSITORY) for file in examples.rglob("*.yaml")}
+        match = similar(path.stem, list(names), 0.8)
+        hint = f"did you mean {names[match]}?" if match else f"see {examples} for examples"
         raise UserError(f"{noun} {path} does not exist; {hint}", code="no-recipe") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
@@ -171,15 +172,18 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
     base = tree.pop("extends", None)
     if base is None:
         return tree
+    target = path.parent / str(base)
     try:
-        target = (path.parent / str(base)).resolve()
-        allowed = any(target.is_relative_to(folder) for folder in (path.resolve().parent, REPOSITORY))
+        if not target.exists() and (REPOSITORY / str(base)).exists():
+            target = REPOSITORY / str(base)
+        folders = (path.resolve().parent, REPOSITORY)
+        allowed = any(target.resolve().is_relative_to(folder) for folder in folders)
     except ValueError:  # invalid file name
         allowed = False
     if not allowed:
         problem = f"extends must name a file in the same folder or of this program, not {format_value(base)}"
         raise UserError(f"{noun} {path}: {problem}", code="extends")
-    return _merge(_read_tree(path.parent / str(base), (*before, path.resolve()), noun), tree)
+    return _merge(_read_tree(target, (*before, path.resolve()), noun), tree)
 
 
 def read_written(path: Path) -> Any:

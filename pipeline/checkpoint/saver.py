@@ -37,6 +37,7 @@ from ..control.lock import RunLock
 from ..control.run_dir import (
     COMPLETE,
     HF,
+    HF_SETTINGS,
     STATE,
     FileFacts,
     checkpoint_problem,
@@ -52,7 +53,14 @@ from ..control.stop import RESUME, node_name
 from ..control.world import LONG_TIMEOUT, World, gather_objects, lost_a_peer, raise_on_all_ranks, run_on_main
 from ..engine.engine import Engine
 from ..engine.snapshots import to_universal
-from ..model.export import ModelCopy, check_export_in_subprocess, copy_model, write_export
+from ..model.export import (
+    ModelCopy,
+    check_export_in_subprocess,
+    copy_model,
+    unwrap,
+    write_export,
+    write_metadata,
+)
 from .claims import NEW_DIRECTORY
 from .copies import RunCopy, Uploads
 from .identity import PARTS, Identity, check_unchanged
@@ -239,7 +247,7 @@ class Saver:
         return None
 
     def _write_part(self, saved: Saved, copied: ModelCopy | None) -> dict[str, FileFacts]:
-        """Write this rank's files, and on rank 0 the export. Return their sizes and hashes."""
+        """Write this rank's files, and on rank 0 the export or its settings. Return sizes and hashes."""
         partial = saved.directory
         is_main = self.engine.world.is_main
         if is_main:
@@ -249,9 +257,12 @@ class Saver:
             write_text(partial / STATE, json.dumps(state, allow_nan=False))
         written = self.engine.files.write()
         self._extend_deadline()
-        if is_main and copied is not None:
+        if is_main:
             info = self.export_info(saved.step, saved.tokens)
-            write_export(copied, self.config, partial / HF, info, check_export_in_subprocess)
+            if copied is None:
+                write_metadata(unwrap(self.engine.model), self.config, partial / HF_SETTINGS, info)
+            else:
+                write_export(copied, self.config, partial / HF, info, check_export_in_subprocess)
             self._extend_deadline()
         names = [path.relative_to(partial).as_posix() for path in written]
         if is_main:  # also describes what DeepSpeed did not write

@@ -13,7 +13,8 @@ ranks.before/    ranks/ of the previous launch
 profile/         a trace of each rank and its GPU's memory, from train.profile (monitor/profiler.py)
 lock.000001      the launch that owns the directory (the highest number counts)
 initial/         the initial weights of a new model
-step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported
+step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported, or else
+                 hf-settings/, the files of an export except weights
 export/          the trained model for Hugging Face, with its origin in export.json
 STOP             created by a user to make the run save and stop
 """
@@ -52,6 +53,7 @@ INITIAL = "initial"
 EXPORT = "export"  # of the run
 EXPORT_INFO = "export.json"  # inside an export
 HF = "hf"  # export inside a checkpoint
+HF_SETTINGS = "hf-settings"  # files of an export except weights, inside a checkpoint without an export
 COMPLETE = "COMPLETE"
 STATE = "state.json"
 

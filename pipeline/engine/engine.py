@@ -73,7 +73,9 @@ class Engine:
         )
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / settings["lr"] * group.get("ratio", 1.0) for group in groups]
-        self.frozen = self._frozen_sum()  # identifies the weights that adapters belong to
+        self.frozen = (
+            sum(gather_objects(frozen_sum(self.model, world.rank))) % 2**64
+        )  # identifies the weights that adapters belong to
         for layer in layers:
             layer.forward = torch.compile(layer.forward)
         if compiled and not layers:
@@ -178,22 +180,26 @@ class Engine:
                 count = torch.as_tensor(state["step"], dtype=torch.float32).clone()
                 state["step"] = count.to(parameter.device)
 
-    def _frozen_sum(self) -> int:
-        """Return a sum of the bits of all parameters that do not train, the same for any number of ranks."""
-        total = 0
-        for name, parameter in self.model.named_parameters():
-            values: Any = parameter
-            if (part := getattr(parameter, "ds_tensor", None)) is not None:  # this rank's under ZeRO-3
-                size = getattr(parameter, "ds_numel", 0)  # without the padding behind the last rank's values
-                values = part[: max(0, size - self.world.rank * part.numel())]
-            if not parameter.requires_grad and (part is not None or self.world.is_main):
-                bits = values.detach().view({2: torch.int16, 4: torch.int32}[values.element_size()])
-                total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
-        return sum(gather_objects(total)) % 2**64
-
     def _to_device(self, micro: MicroBatch) -> MicroBatch:
         device = self.world.device
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in micro.items()}
+
+
+def frozen_sum(model: nn.Module, rank: int = 0) -> int:
+    """Return a sum of the bits of this rank's part of all parameters that do not train.
+
+    The sum over all ranks modulo 2**64 is the same for any number of ranks.
+    """
+    total = 0
+    for name, parameter in model.named_parameters():
+        values: Any = parameter
+        if (part := getattr(parameter, "ds_tensor", None)) is not None:  # this rank's under ZeRO-3
+            size = getattr(parameter, "ds_numel", 0)  # without the padding behind the last rank's values
+            values = part[: max(0, size - rank * part.numel())]
+        if not parameter.requires_grad and (part is not None or rank == 0):
+            bits = values.detach().view({2: torch.int16, 4: torch.int32}[values.element_size()])
+            total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
+    return total
 
 
 def _compiled_layers(model: nn.Module) -> list[nn.Module]:

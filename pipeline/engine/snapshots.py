@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import pickle
@@ -115,6 +116,30 @@ def _unsafe_state(directory: Path, message: str) -> UserError:
     (reason,) = re.findall(r"GLOBAL (\S+)", message)[:1] or [one_line(message, 120)]
     problem = f"{directory} is not loaded, because its state holds more than data ({reason})"
     return UserError(f"{problem}. Delete it to use an older checkpoint")
+
+
+def read_weights(checkpoint: Path) -> dict[str, Any]:
+    """Return the trained parameters and buffers of a checkpoint by name, as tensors or their partitions.
+
+    `.contiguous()` gives the tensor, in float32 under ZeRO-3. Raises UserError for a state that holds more
+    than data, or that DeepSpeed cannot gather.
+    """
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    replicated = checkpoint / "state" / "mp_rank_00_model_states.pt"  # under ZeRO-1 and 2
+    printed = io.StringIO()
+    try:
+        with only_data(checkpoint), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            if replicated.is_file():
+                return dict(torch.load(replicated, map_location="cpu", mmap=True)["module"])
+            return dict(
+                get_fp32_state_dict_from_zero_checkpoint(
+                    str(checkpoint), tag="state", exclude_frozen_parameters=True, lazy_mode=True
+                )
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        problem = f"the weights of {checkpoint} cannot be read ({one_line(error, 160)})"
+        raise UserError(problem, code="checkpoint-state") from None
 
 
 def to_universal(state: Path, target: Path) -> None:

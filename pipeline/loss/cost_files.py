@@ -127,7 +127,8 @@ def _read_head(source: str, revision: str | None) -> Tensor:
     prefix = f"{model.base_model_prefix}."
     # checkpoints of a base model lack the prefix
     names += [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    for name in (*names, "embed_out.weight"):  # old GPT-NeoX checkpoints, renamed by transformers
+    # names that transformers renames when it loads: of old GPT-NeoX, and of Gemma 3 with images
+    for name in (*names, "embed_out.weight", "language_model.model.embed_tokens.weight"):
         tensor = _read_from_checkpoint(source, revision, name)
         if tensor is not None and tensor.shape != head.weight.shape:
             problem = f"has shape {list(tensor.shape)}, but config.json specifies {list(head.weight.shape)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,20 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
         hf_config = load_model_config(config.path, config.revision)
     except (OSError, ValueError) as error:
         raise UserError(_describe_load_error(config.path, error, key)) from None
-    for name, expected in (config.architecture or {}).items():
-        if (actual := getattr(hf_config, name, None)) != expected:
-            problem = f"model.path={config.path} has {name}={actual!r}, model.architecture has {expected!r}"
-            raise UserError(f"{problem}. Correct one of them.")
+    for name, actual, expected in _differences(hf_config, config.architecture or {}):
+        problem = f"model.path={config.path} has {name}={actual!r}, model.architecture has {expected!r}"
+        raise UserError(f"{problem}. Correct one of them.")
     return hf_config
+
+
+def _differences(hf_config: PretrainedConfig, expected: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, actual and expected value of each setting that differs, also in nested configurations."""
+    for name, value in expected.items():
+        actual = getattr(hf_config, name, None)
+        if isinstance(actual, PretrainedConfig) and isinstance(value, dict):
+            yield from ((f"{name}.{key}", *values) for key, *values in _differences(actual, value))
+        elif actual != value:
+            yield name, actual, value
 
 
 def check_context(config: PretrainedConfig, block: int) -> None:

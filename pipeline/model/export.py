@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -110,19 +111,38 @@ def write_export(
 
     Args:
         copied: The model, whose tensors are consumed.
+        config: The recipe.
         target: Directory to create or replace.
         info: Facts for export.json and the model card.
         check: `check_export` or `check_export_in_subprocess`.
 
     Raises FailureError if it cannot be written, UserError if it does not reproduce the logits.
     """
+    complete_export(
+        copied,
+        target,
+        lambda directory: write_metadata(copied.base, config, directory, info),
+        lambda directory: check(directory, copied.probe, copied.logits, sample_rows(config)),
+    )
+
+
+def complete_export(
+    copied: ModelCopy,
+    target: Path,
+    write_settings: Callable[[Path], object],
+    check: Callable[[Path], None],
+) -> None:
+    """Write weights, then settings, and rename the directory to `target` once it is checked.
+
+    Raises like `write_export`.
+    """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         write_shards(partial, saved_tensors(copied.base, exported_names(copied.base), copied.tensors))
-        write_metadata(copied.base, config, partial, info)
+        write_settings(partial)
         reset_modes(partial)
-        check(partial, copied.probe, copied.logits, sample_rows(config))
+        check(partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
@@ -131,10 +151,25 @@ def write_export(
         raise UserError(one_line(error, 400), code="export") from None
 
 
+def view_model(model: nn.Module) -> ModelCopy:
+    """Return a model of this process for `complete_export`. Its tensors are merged as they are consumed."""
+    base = unwrap(model)
+    probe = probe_tokens(base)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=probe, use_cache=False).logits
+    merged = ((t.name, t.merged(*(p.detach() for p in t.parts))) for t in exported_tensors(model))
+    return ModelCopy(base, probe, logits, itertools.chain(merged, persistent_buffers(base)))
+
+
+def probe_tokens(base: PreTrainedModel) -> Tensor:
+    """Return token ids [1, 16] to compare logits on."""
+    return torch.arange(16)[None] % base.config.get_text_config().vocab_size
+
+
 def _stream_model(engine: Engine) -> ModelCopy:
     """Return the model and its logits for a few token ids. Its tensors are gathered as they are consumed."""
     base = unwrap(engine.model)
-    probe = torch.arange(16)[None] % base.config.get_text_config().vocab_size
+    probe = probe_tokens(base)
     engine.ds.eval()
     with torch.no_grad():
         logits = engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()

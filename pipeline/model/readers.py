@@ -85,10 +85,11 @@ def saved_names(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -
 def _set_conversions(model: PreTrainedModel) -> list[WeightTransform]:
     """Make `revert_weight_conversion` undo the conversions of a new model of this family, and return them.
 
-    The exported names then do not depend on the files that this model was loaded from.
+    The exported names then do not depend on the files that this model was loaded from. A prefix inside a
+    part of the model, such as the vision tower of Gemma 3, is restored, because published files have it.
     """
     mapping = get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [change for change in mapping if not isinstance(change, PrefixChange)]
+    model._weight_conversions = [c for c in mapping if not isinstance(c, PrefixChange) or c.scope_prefix]
     return model._weight_conversions
 
 

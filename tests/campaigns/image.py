@@ -137,7 +137,7 @@ def verbs(image: Image, show: Campaign) -> None:
     show("verbs", "who writes where", "1001; /emo is read only, /tmp is not", good, out)
     code, out = image.run("train")
     show("verbs", "a wrong verb", f"{code}: {out.strip()}", code == 2 and out.count("\n") == 1)
-    for arguments in (["help"], ["plan", "launch/recipes/llama-7b-wikitext103.yaml", "--help"]):
+    for arguments in (["help"], ["plan", "launch/recipes/paper/llama-7b-wikitext103.yaml", "--help"]):
         code, out = image.run(*arguments)
         show("verbs", " ".join(arguments[:2]), out.strip().splitlines()[0], code == 0 and "usage" in out)
 

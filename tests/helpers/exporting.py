@@ -29,23 +29,12 @@ def loss(model: Any) -> tuple[float, list[float]]:
 def write(model: Any, directory: Path, data: Any = None) -> Path:
     """Write a model as a run exports it; `data` is the configuration of prepared data."""
     from emo.pipeline.config import RunConfig
-    from emo.pipeline.model.export import (
-        ModelCopy,
-        check_export,
-        exported_tensors,
-        persistent_buffers,
-        write_export,
-    )
+    from emo.pipeline.model.export import check_export, view_model, write_export
 
     data = data or {"dir": directory.parent / "data", "tokenizer": "x", "sources": [{"files": "x"}]}
     tree = {"output_dir": directory.parent, "data": data, "model": {"path": "x", "dtype": "float32"}}
     config = RunConfig(**tree, train={"max_steps": 1})  # type: ignore[arg-type]
-    probe = torch.arange(16)[None] % model.config.get_text_config().vocab_size
-    with torch.no_grad():
-        logits = model(input_ids=probe, use_cache=False).logits
-    parts = [(t.name, t.merged(*(p.detach().clone() for p in t.parts))) for t in exported_tensors(model)]
-    parts += [(name, buffer.clone()) for name, buffer in persistent_buffers(model)]
-    write_export(ModelCopy(model, probe, logits, iter(parts)), config, directory, {}, check_export)
+    write_export(view_model(model), config, directory, {}, check_export)
     return directory
 
 

@@ -68,7 +68,7 @@ def zipped(values: list[Any]) -> bytes:
     return zstandard.compress(rows(values).encode())
 
 
-RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
+RECIPE = REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml"
 
 
 @target(

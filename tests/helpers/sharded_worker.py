@@ -97,7 +97,7 @@ def load_recipe(case: Case, directory: Path = REPO / "ds_configs") -> RunConfig:
     settings = ["train.num_train_epochs=null", f"train.max_steps={STEPS}", f"train.global_batch_size={ROWS}"]
     settings += ["train.lr_scheduler_type=linear", "train.warmup_ratio=0", "train.weight_decay=0.1"]
     settings += ["model.dtype=float32", f"deepspeed={directory}/{case.file}.json", *case.overrides]
-    return load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", settings)
+    return load_config(REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml", settings)
 
 
 def build_model(case: Case) -> Any:

@@ -77,7 +77,7 @@ def measure_memory(stage: int, dtype: str) -> dict[str, float]:
     """Return measured bytes between two steps and at the peak of a step, and the planned ones."""
     settings = [f"model.dtype={dtype}", f"data.sequence_len={BLOCK}", "objective.name=mle"]
     settings += [f"deepspeed={REPO}/ds_configs/zero{stage}.json", f"train.global_batch_size={RANKS * PASSES}"]
-    config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", settings)
+    config = load_config(REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml", settings)
     batch, objective = Batch(RANKS * PASSES, 1, PASSES, RANKS), get_objective("mle")
     ds_config = deepspeed_config(config, batch)
     ds_config["optimizer"]["params"]["fused"] = True  # as on a GPU

@@ -25,6 +25,7 @@ from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.shards.format import TokenDataset
 from emo.pipeline.batches.config import MixtureConfig
 from emo.pipeline.batches.order import MixedOrder, MixtureStart
+from emo.pipeline.checkpoint.export import export_checkpoint
 from emo.pipeline.control.heartbeat import read_ranks
 from emo.pipeline.control.run_dir import (
     BAD_BATCHES,
@@ -105,6 +106,26 @@ def test_a_run_logs_saves_and_exports(undisturbed: Path) -> None:
     assert [step_of(d) for d in checkpoints(undisturbed)] == [3, 6, 8]
     info = json.loads((undisturbed / EXPORT / "export.json").read_text())
     assert (info["step"], info["objective"], info["tokens"]) == (8, "emo", records[-1]["tokens"])
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_an_exported_checkpoint_is_the_export_of_the_run(undisturbed: Path, tmp_path: Path) -> None:
+    """One process needs only the checkpoint and config.yaml, here of two ranks under ZeRO-3."""
+    moved, target = tmp_path / "moved", tmp_path / "model"
+    shutil.copytree(step_directory(undisturbed, 8), step_directory(moved, 8))
+    tree = yaml.safe_load((undisturbed / CONFIG).read_text(encoding="utf-8"))
+    tree["data"]["dir"] = "elsewhere"
+    (moved / CONFIG).write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert export_checkpoint(moved, target).name == "step-000008"
+    assert read_files(target) == read_files(undisturbed / EXPORT)
+    with refused("export-target"):
+        export_checkpoint(moved, target)
+    next((moved / "step-000008/state").iterdir()).write_bytes(b"")
+    with refused("checkpoint-damaged"):
+        export_checkpoint(moved / "step-000008", tmp_path / "damaged")
 
 
 def test_a_run_that_was_stopped_and_killed_equals_an_undisturbed_one(undisturbed: Path, recipe: Path) -> None:
@@ -261,10 +282,14 @@ def test_adapters_are_exported_and_resume_only_with_their_base(recipe: Path, tmp
     before, after = (load_file(directory / "model.safetensors") for directory in (base, run_dir / "export"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert (after[name] - before[name]).abs().max() > 1e-4
+    export_checkpoint(run_dir / "step-000003", tmp_path / "model")
+    assert read_files(tmp_path / "model") == read_files(run_dir / EXPORT)
     for directory in ("step-000003", "export"):
         shutil.rmtree(run_dir / directory)
     (base / "model.safetensors").rename(tmp_path / "right")
     save_file(before | {name: before[name] * 1.1}, base / "model.safetensors", {"format": "pt"})
+    with refused("changed-base"):
+        export_checkpoint(run_dir, tmp_path / "other")
     assert "another base model" in run_one_rank(recipe, run_dir, *options, code=ExitCode.MISTAKE)
     (tmp_path / "right").rename(base / "model.safetensors")
     assert "resumed from" in run_one_rank(recipe, run_dir, *options)

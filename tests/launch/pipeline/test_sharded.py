@@ -86,7 +86,7 @@ def test_zero2_communicates_as_the_plan_assumes(sharded: Results) -> None:
     assert sent["zero2"] == sent["zero2-float32"] == {"all_reduce": PASSES * PARAMETERS}
     assert sent["zero2-root"] == {"reduce": PASSES * PARAMETERS}
     assert sent["zero1"] == {"all_reduce": PARAMETERS}  # once a step
-    config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [])
+    config = load_config(REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml", [])
     for flag in (True, False):
         ds_config = {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": flag}}
         setup = setup_of(config, Batch(16, 1, 1, 16), ds_config, get_objective("mle"))

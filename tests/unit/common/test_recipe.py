@@ -58,6 +58,11 @@ def load(tmp_path: Path, content: bytes | str, *overrides: str) -> RunConfig:
     return load_config(path, list(overrides))
 
 
+def test_a_recipe_elsewhere_extends_one_that_ships_with_the_code(tmp_path: Path) -> None:
+    config = load(tmp_path, "extends: launch/recipes/llama3.1-8b-lora.yaml\noutput_dir: runs/mine\n")
+    assert (config.model.path, str(config.output_dir)) == ("meta-llama/Llama-3.1-8B-Instruct", "runs/mine")
+
+
 @pytest.mark.parametrize(
     ("content", "overrides", "code"),
     [

@@ -120,7 +120,7 @@ def test_sums_of_objectives() -> None:
 
 
 def resolve(path: Path, *overrides: str, ranks: int = 4) -> dict[str, Any]:
-    recipe = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
+    recipe = REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml"
     batch = Batch(16, 16 // ranks, 1, ranks)
     return deepspeed_config(load_config(recipe, [f"deepspeed={path}", *overrides]), batch)
 
@@ -253,7 +253,7 @@ def test_files_for_other_trainers_are_accepted(
         assert made["zero_optimization"].items() >= (kept | {"overlap_comm": False}).items()
     (note,) = caplog.messages
     assert all(key in note for key in tree if key in ds_file.OWNED_BY_RECIPE)
-    config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [])
+    config = load_config(REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml", [])
     assert setup_of(config, Batch(16, 4, 1, 4), made, get_objective("mle")).live == 1e9
 
 

@@ -17,17 +17,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import RunConfig
 from emo.pipeline.engine.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
+from emo.pipeline.loss.cost_files import load_cost
 from emo.pipeline.model import export
-from emo.pipeline.model.build import add_lora, check_fits, check_model, load_pretrained
+from emo.pipeline.model.build import add_lora, check_fits, check_model, load_pretrained, model_config
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.export import exported_tensors, write_shards
 from emo.pipeline.model.objectives import Losses, measuring, warn_of_twins
+from emo.pipeline.model.readers import saved_names
 from emo.pipeline.planning.checks import rehearse_export
 from tests.helpers.corpus import random_dataset
 from tests.helpers.families import family
@@ -200,6 +203,24 @@ def check_packing(model: Any, attention: str, *segments: int) -> None:
     engine: Any = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
     data: Any = [SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2)]) for n in segments]
     check_model(engine, run_config(Path("x"), attn_implementation=attention), data)
+
+
+def test_text_of_a_model_with_images_can_be_trained(tmp_path: Path) -> None:
+    """The nested architecture is compared by key, the tied head is found, and files have the Hub's names."""
+    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 61}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    images = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = AutoConfig.for_model("gemma3", text_config=text, vision_config=images)
+    model = AutoModelForCausalLM.from_config(settings)
+    model.save_pretrained(tmp_path)
+    towers = {"vision_tower.vision_model.post_layernorm.bias", "language_model.model.norm.weight"}
+    assert towers < saved_names(model, model.named_parameters())
+    section = model_section(path=str(tmp_path), architecture={"model_type": "gemma3", "text_config": text})
+    hf_config = model_config(section)
+    assert load_cost(str(tmp_path), hf_config.get_text_config().vocab_size).rows.shape == (61, 16)
+    section.architecture["text_config"]["hidden_size"] = 32  # type: ignore[index]
+    with pytest.raises(UserError, match=r"text_config\.hidden_size=16"):
+        model_config(section)
 
 
 @pytest.mark.parametrize("segments", [(3,), (2, 3)])

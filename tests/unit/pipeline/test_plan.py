@@ -39,14 +39,16 @@ from tests.conftest import REPO
 from tests.helpers import corpus, published
 from tests.helpers.refusals import refused
 from tests.unit.common.test_shipped_recipes import ALONE
+from tests.unit.common.test_shipped_recipes import RECIPES as SHIPPED
 
 RECIPES = REPO / "launch/recipes"
-LLAMA, QUICKSTART = RECIPES / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-pretrain.yaml"
+PAPER = RECIPES / "paper"
+LLAMA, QUICKSTART = PAPER / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-pretrain.yaml"
 EIGHT = ["--gpus", "8xA100-80G"]
 LLAMA_7B, A100 = published.LLAMA_7B, ACCELERATORS["A100-80G"]
 RUNS = published.runs()
 # tests/unit/common/test_shipped_recipes.py plans recipes with their own commands. stories260k needs weights.
-OTHERS = [p for p in sorted(RECIPES.glob("*.yaml")) if p not in ALONE and "stories260k" not in p.stem]
+OTHERS = [p for p in SHIPPED if p not in ALONE and "stories260k" not in p.stem]
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +94,7 @@ def test_published_parameter_counts() -> None:
         ("gpt2-wikitext2", 124_439_808, 124_439_808),
         ("llama-7b-wikitext103-lora", 6_738_415_616 + lora, lora),
     ):
-        ready = check_plan(load_config(RECIPES / f"{name}.yaml", []), 1)
+        ready = check_plan(load_config(PAPER / f"{name}.yaml", []), 1)
         sizes = sizes_of(ready.model, ready.hf_config)
         assert (sizes.parameters, sizes.trainable) == (parameters, trainable)
 
@@ -276,7 +278,7 @@ def test_the_written_recipe_has_the_same_prediction(
     assert (str(config.deepspeed), config.train.micro_batch_size) == (f"ds_configs/{name}", int(micro))
     assert str(config.model.activation_checkpointing).lower() == checkpointing
     assert str(config.model.compile).lower() == compiled
-    assert yaml.safe_load(file.read_text())["extends"].endswith("launch/recipes/llama-7b-wikitext103.yaml")
+    assert yaml.safe_load(file.read_text())["extends"].endswith("recipes/paper/llama-7b-wikitext103.yaml")
     assert main(["plan", str(file), *EIGHT]) == ExitCode.DONE
     plan = {name: row[0] for name, row in cells(capsys.readouterr().out).items() if row}
     assert plan["memory per GPU"].startswith(f"{memory} GiB") and plan["fits"].startswith("yes")
