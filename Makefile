@@ -135,5 +135,9 @@ fuzz: setup ## damaged files for every parser; ARGS="--seconds 60 --only recipe"
 evidence evidence-full: setup ## does it help, and why? An hour on 2 cores; evidence-full has no limit
 	$(BIN)/python -m emo.experiments.evidence experiments/configs/$@.yaml names.data=$(DATA) --jobs $(JOBS)
 
+real: setup ## a real model of 135M parameters, continued with MLE and EMO and scored on eight tasks; an hour on 2 cores
+	$(BIN)/python -m emo sweep experiments/configs/real.yaml names.data=$(DATA)
+	$(BIN)/python -m emo report runs/real/results
+
 clean: ## remove what was built; results under runs/ stay
 	rm -rf build dist *.egg-info
