@@ -61,7 +61,7 @@ def start(name: str, run_dir: Path, *settings: str) -> subprocess.Popen[str]:
     if name == "deepspeed":
         command = launching.launch_command(2)
     elif name == "script":
-        command = launching.script_command(2)
+        command = launching.train_command(2)
     elif name == "torchrun":
         command[1:1] = ["--nproc-per-node=2", f"--master-port={launching.free_port()}"]
     command += [str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *settings]

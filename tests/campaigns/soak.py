@@ -74,7 +74,7 @@ def kills(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
     resumed, slowest, honest, unheard = 0, 0.0, True, 0
     order = [victim for _ in range(count) for victim in rng.sample(VICTIMS, len(VICTIMS))][:count]
     for number, victim in enumerate(order):
-        make = launching.launch_command if number % 2 else launching.script_command
+        make = launching.launch_command if number % 2 else launching.train_command
         exports = f"train.export_checkpoints={str(victim == EXPORTING).lower()}"
         process, steps = launching.popen(make(2, *arguments, exports)), len(read_metrics(run_dir))
         disturb(process, run_dir, rng, victim)

@@ -96,10 +96,10 @@ def launch_command(ranks: int, *arguments: str, script: str = "continual") -> li
     return [str(BIN / "deepspeed"), *options, f"launch/{script}.sh", *arguments]
 
 
-def script_command(ranks: int, *arguments: str) -> list[str]:
-    """`launch/continual.sh ARGUMENTS` as a shell runs it, on `ranks` CPU ranks."""
+def train_command(ranks: int, *arguments: str) -> list[str]:
+    """`emo train ARGUMENTS` on `ranks` CPU ranks."""
     options = [f"--num_gpus={ranks}", f"--master_port={free_port()}"]
-    return ["launch/continual.sh", *options, "--", *arguments]
+    return [sys.executable, "-m", "emo", "train", *options, "--", *arguments]
 
 
 def popen(
@@ -113,7 +113,7 @@ def popen(
 
 
 def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
-    return popen(launch_command(ranks, *arguments))
+    return popen(train_command(ranks, *arguments))
 
 
 def run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:

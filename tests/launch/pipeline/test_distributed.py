@@ -129,7 +129,7 @@ def test_an_exported_checkpoint_is_the_export_of_the_run(undisturbed: Path, tmp_
 
 
 def test_a_run_that_was_stopped_and_killed_equals_an_undisturbed_one(undisturbed: Path, recipe: Path) -> None:
-    """One rank gets SIGTERM under `deepspeed`, then SIGKILL under torchrun, which restarts all ranks.
+    """One rank gets SIGTERM under `emo train`, then SIGKILL under torchrun, which restarts all ranks.
 
     Sampling under ZeRO-3 changes no number. Its greedy texts are those of the export.
     """
