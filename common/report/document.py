@@ -60,10 +60,9 @@ def estimated(value: Any, low: Any, high: Any, form: str, scale: float = 1, tone
     return Cell(formatted(value, form, scale), format_interval(low, high, form, scale), tone)
 
 
-def drawn(effect: Effect, form: str, tone: str | None = None) -> list[Cell]:
+def drawn(effect: Effect, form: str) -> list[Cell]:
     """Return two cells: the effect on the table's axis, and its number with the interval."""
-    tone = TONES[effect.direction] if tone is None else tone
-    return [Cell("", plot=effect), estimated(*effect[3:], form, tone=tone)]
+    return [Cell("", plot=effect), estimated(*effect[3:], form, tone=TONES[effect.direction])]
 
 
 Row = Sequence[Cell | str | float | None]  # numbers are shown as integers, None as a dash

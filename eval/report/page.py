@@ -8,18 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from emo.common.report.document import (
-    Block,
-    Cell,
-    Document,
-    Fold,
-    Items,
-    Quote,
-    ReportSection,
-    Row,
-    Table,
-    drawn,
-)
+from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Table, drawn
 from emo.common.report.figure import Curve, Curves, Figure, finite_points, mean_points
 from emo.common.report.numbers import COMPARED, DASH, Effect, describe, formatted, p_value, percent
 from emo.common.text import counted
@@ -133,8 +122,10 @@ def _answer(report: Report) -> list[str]:
             before, on = on, counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
             where = "" if on == before else f" on {on}"
             sentences.append(f"Compared with {first}{where}, {describe(effects, COMPARED, 'points')}.")
-    if not sentences:
-        sentences = [_describe_accuracy(report, effect) for effect in report.effects(None)]
+    on = f"on {counted(len(report.tasks), 'task')}"
+    for e in report.effects(None) if not sentences else ():
+        chance = percent(report.chance(None))
+        sentences.append(f"{e.label}: accuracy {formatted(e.value, '{:.1f}')} % {on}; chance is {chance} %.")
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
             children = counted(len(family.members), "model")
@@ -142,25 +133,19 @@ def _answer(report: Report) -> list[str]:
     return sentences
 
 
-def _describe_accuracy(report: Report, effect: Effect) -> str:
-    tasks = counted(len(report.tasks), "task")
-    accuracy = formatted(effect.value, "{:.1f}")
-    return f"{effect.label}: accuracy {accuracy} % on {tasks}; chance is {percent(report.chance(None))} %."
-
-
 def _picture(report: Report) -> Table:
     """Return the mean differences, or else the mean accuracies, or else the win rates."""
     pairs = [(b, c) for b, comparisons in report.against.items() for c in comparisons.values()]
-    rows: list[Row] = []
+    rows: list[list[Any]] = []
     for baseline, c in pairs:
         verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
-        partial = len(c.tasks) < len(report.tasks)
         counts = [sum(x["direction"] == direction for x in c.tasks.values()) for direction in (1, -1)]
-        note = f"{counts[0]} better, {counts[1]} worse of {counted(len(c.tasks), 'task')}"
+        of = f"{len(c.tasks)} of {len(report.tasks)}" if len(c.tasks) < len(report.tasks) else len(c.tasks)
+        note = f"{counts[0]} better, {counts[1]} worse of {of} tasks"
         name = Cell(c.model, f"against {baseline}", mark=report.series[c.model])
         effects = [e for e in report.effects(None, baseline) if e.label == c.model]
         cells = _tested(effects[0], (c.mean or {})["p"]) if effects else [Cell(""), Cell(DASH)]
-        rows.append([name, Cell(verdict, note + f", {len(report.tasks)} in all" * partial, tone), *cells])
+        rows.append([name, Cell(verdict, note, tone), *cells])
     if rows:
         return Table(["Model", "Verdict", "← worse · better →", "Points"], rows, SUMMARY, 2)
     rows = [[_heading(report, e.label), *drawn(e, "{:.1f}")] for e in report.effects(None)]
@@ -216,15 +201,14 @@ def _reference_rows(report: Report, tasks: Sequence[str | None]) -> Iterator[lis
         spreads = [report.over_seeds(label, t) or (None, None) for t in tasks]
         texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
         yield [Cell(label, f"{counted(len(names), 'seed')}, mean ± standard deviation"), *map(Cell, texts)]
-    rows = (("Chance", "chance"), ("Most common label", "majority"))
-    for label, key in rows if report.tasks else ():
+    for label, key in (("Chance", "chance"), ("Most common label", "majority")) if report.tasks else ():
         shares = [percent(report.chance(task, key)) for task in tasks]
         yield [Cell(text, tone="quiet") for text in (label, *shares)]
 
 
 def _differences(report: Report) -> list[Block]:
     """Return the differences from all baselines by task on one axis."""
-    rows: list[Row] = []
+    rows: list[list[Any]] = []
     for task, title in report.titles.items():
         pairs = [(b, e) for b in report.against for e in report.effects(task, b)]
         for i, (baseline, e) in enumerate(pairs):
@@ -249,7 +233,7 @@ def _tested(effect: Effect, p: float) -> list[Cell]:
 
 
 def _details(report: Report) -> Table:
-    rows: list[Row] = []
+    rows: list[list[Any]] = []
     names = [name for name in SCORES if any(r.get(name) is not None for r in report.rows)]
     known = any(r["trained_on"] is not None for r in report.rows)
     previous = None
@@ -271,14 +255,12 @@ def _training(report: Report) -> Figure:
     logs = [m for m in report.everyone if m.metrics]
     panels = []
     for key, title in (("nll", "Loss, nats per token"), ("demd", "Embedding distance to the target (DEMD)")):
-        curves = []
-        for m in logs:
-            line, marks = (
-                mean_points(m.metrics, "tokens", key),
-                finite_points(m.metrics, "tokens", f"validation_{key}"),
-            )
-            curves += [Curve(report.series[m.name], line, marks)] if line or marks else []
-        panels.append(Curves(title, curves, "tokens"))
+        curves = [
+            Curve(report.series[m.name], mean_points(m.metrics, "tokens", key),
+                  finite_points(m.metrics, "tokens", f"validation_{key}"))
+            for m in logs
+        ]  # fmt: skip
+        panels.append(Curves(title, [c for c in curves if c.points or c.marks], "tokens"))
     legend = [(report.series[m.name], m.name) for m in logs]
     return Figure("Training", panels, "Lines: training batches. Circles: held-out data.", legend)
 
@@ -366,7 +348,7 @@ def _settings(report: Report) -> list[Block]:
 
 
 def _provenance(report: Report, metadata: dict[str, str]) -> list[Block]:
-    rows: list[Row] = []
+    rows: list[list[Any]] = []
     for model in report.everyone:
         facts = [f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in model.facts.items()]
         origin = [str(model.description["path"]), f"weights {model.description['weights'][:16]}"]

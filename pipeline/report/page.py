@@ -11,27 +11,8 @@ from urllib.parse import quote
 
 import yaml
 
-from emo.common.report.document import (
-    Cell,
-    Document,
-    Fold,
-    Items,
-    Quote,
-    ReportSection,
-    Row,
-    Table,
-    drawn,
-    estimated,
-)
-from emo.common.report.figure import (
-    Curve,
-    Curves,
-    Figure,
-    Points,
-    choose_series,
-    finite_points,
-    mean_points,
-)
+from emo.common.report.document import Cell, Document, Fold, Items, Quote, ReportSection, Row, Table, drawn
+from emo.common.report.figure import Curve, Curves, Figure, Points, choose_series, finite_points, mean_points
 from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe, formatted, join_words
 
 from ..control.run_dir import EXPORT
@@ -44,13 +25,11 @@ EQUAL = 1e-4  # largest relative difference of two values that a figure cannot s
 UNIT = "nats per token"
 EVALUATION = ("report.html", "results.json")  # files of an evaluation, which runs link to
 # Quantities drawn over training, in order: key in metrics.jsonl, title, key on held-out data.
-LOSSES = (
+QUANTITIES = (
     ("nll", "Loss, nats per token", "validation_nll"),
     ("loss", "Training objective", "validation_loss"),
     ("demd", "Embedding distance to the target (DEMD)", "validation_demd"),
     ("divergence", "Divergence from the teacher", "validation_divergence"),
-)
-PROGRESS = (
     ("grad_norm", "Gradient norm before clipping", ""),
     ("lr", "Learning rate", ""),
     ("tokens_per_s", "Supervised tokens per second", ""),
@@ -103,7 +82,7 @@ def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Do
     for n, run in enumerate(ranked):
         run.series = series[n] if n < COLOURED else None
         run.mark = run.series if several else ""
-    picture, *figures = _figures(ranked, gains, over)
+    picture, curves = _figures(ranked, gains, over)
     mixtures = [
         [_name(run), m["mixture"] or "none: all rows", m["step"]]
         for run in runs
@@ -112,7 +91,7 @@ def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Do
     bad = [[_name(run), r["step"], r["reason"], str(r.get("nll", DASH))] for run in runs for r in run.bad]
     sections = [
         ReportSection("Runs", Table(SUMMARY_HEAD, [_summary_row(run) for run in runs], SUMMARY, 4)),
-        *(ReportSection(figure.label, figure) for figure in figures),
+        ReportSection("Curves", curves),
         ReportSection(
             "Launches", Table(LAUNCH_HEAD, [r for run in runs for r in _launch_rows(run)], LAUNCHED, 3)
         ),
@@ -146,25 +125,20 @@ def _objective(run: RecordedRun) -> str:
 
 def _figures(
     ranked: Sequence[RecordedRun], gains: Sequence[Gain], over: str
-) -> tuple[Figure | Table, Figure, Figure]:
-    """Return the picture at the top, the losses, and other quantities, for runs with the best first.
+) -> tuple[Figure | Table, Figure]:
+    """Return the picture at the top and the section of curves, for runs with the best first.
 
     The picture is the first curve if there is no held-out loss to report.
     """
-    losses, others = (_curves(ranked[::-1], over, quantities) for quantities in (LOSSES, PROGRESS))
-    losses += _curves_of_parts(ranked[::-1], over)
     several = len(ranked) > 1
+    panels = _curves(ranked[::-1], over)
     legend = [(run.series, run.name) for run in ranked if run.series is not None] if several else ()
     greys = [run.name for run in ranked if run.series is None]
     picture: Figure | Table = _gains_table(gains, ranked[0].name if several else "")
-    if not picture and losses:
-        picture = Figure("Curve", losses[:1], "", legend, greys)
-        losses = losses[1:]
-    figures = (
-        Figure("Losses", losses, CURVES, legend, greys),
-        Figure("Optimisation and speed", others, "", legend, greys),
-    )
-    return picture, *figures
+    if not picture and panels:
+        picture = Figure("Curve", panels[:1], "", legend, greys)
+        panels = panels[1:]
+    return picture, Figure("Curves", panels, CURVES, legend, greys)
 
 
 def _evaluation_links(runs: Sequence[RecordedRun], folder: Path) -> dict[str, str]:
@@ -202,18 +176,16 @@ def _answer(runs: Sequence[RecordedRun], gains: Sequence[Gain]) -> list[str]:
     several = len(runs) > 1
     answer: list[str] = []
     for name in dict.fromkeys(gain.set for gain in gains if gain.against_first):
-        effects = [_improvement(g.run.name, g.against_first) for g in gains if g.set == name]
+        pairs = [(g.run.name, g.against_first) for g in gains if g.set == name]
+        effects = [_improvement(label, change) for label, change in pairs if change]
         start = f"On {name}" if answer else f"Compared with {runs[0].name} on {name}"
-        answer.append(f"{start}, {describe(list(filter(None, effects)), COMPARED, UNIT, '{:.3f}')}.")
-    sets = list(dict.fromkeys(gain.set for gain in gains)) if several else [""]
-    for name in sets:
+        answer.append(f"{start}, {describe(effects, COMPARED, UNIT, '{:.3f}')}.")
+    for name in dict.fromkeys(gain.set for gain in gains) if several else [""]:
         changes = [
-            _improvement(g.run.name if several else f"the loss on {g.set}", g.change)
-            for g in gains
-            if g.set == name or not several
+            (g.run.name if several else f"the loss on {g.set}", g) for g in gains if name in ("", g.set)
         ]
-        if effects := list(filter(None, changes)):
-            start = f"Since step 0{f' on {name}' if several else ''}"
+        if effects := [_improvement(label, g.change) for label, g in changes if g.change]:
+            start = f"Since step 0 on {name}" if several else "Since step 0"
             answer.append(f"{start}, {describe(effects, CHANGED, UNIT, '{:.3f}')}.")
     answer = answer or _describe_last_loss(runs)
     states: dict[str, list[str]] = {}
@@ -223,9 +195,9 @@ def _answer(runs: Sequence[RecordedRun], gains: Sequence[Gain]) -> list[str]:
     return [*answer, f"{'; '.join(names)}."] if len(states) < 5 else answer
 
 
-def _improvement(name: str, change: Change | None) -> Effect | None:
+def _improvement(name: str, change: Change) -> Effect:
     """Return a change of a loss with the opposite sign, so that positive is better."""
-    return change and Effect(name, None, -change.direction, -change.value, -change.high, -change.low)
+    return Effect(name, None, -change.direction, -change.value, -change.high, -change.low)
 
 
 def _describe_last_loss(runs: Sequence[RecordedRun]) -> list[str]:
@@ -252,25 +224,26 @@ def _gains_table(gains: Sequence[Gain], first: str) -> Table:
         if start is None or (change and not change.interval):
             verdict = "not measured at step 0" if start is None else "too few documents"
             tone = "quiet"
-        cells = [Cell(""), Cell(DASH)]
-        if change:
-            effect = Effect("", run.series, -change.direction, change.value, change.low, change.high)
-            cells = drawn(effect, "{:+.4f}")
         losses = [formatted(value, "{:.4f}") for value in (start, end)]
-        row = [Cell(verdict, tone=tone), *cells, *losses, step, change and change.documents]
+        row = [Cell(verdict, tone=tone), *_drawn(run, change), *losses, step, change and change.documents]
         title = Cell(name, tone="again" * (i > 0 and gains[i - 1].set == name))
-        other = against and estimated(against.value, against.low, against.high, "{:+.4f}")
-        rows.append([title, _name(run), *row, other] if first else [title, *row])
-    head = ["Verdict", "← better · worse →", "Change", "Loss at step 0", "Loss now", "At step"]
-    head = ["Held-out set", *["Run"][: bool(first)], *head, "Documents", *[f"Against {first}"][: bool(first)]]
+        rows.append([title, _name(run), *row, _drawn(run, against)[1]] if first else [title, *row])
+    head = ["Verdict", "← better · worse →", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
+    head = ["Held-out set", "Run", *head, f"Against {first}"] if first else ["Held-out set", *head]
     return Table(head, rows, CHANGES, 3 if first else 2)
+
+
+def _drawn(run: RecordedRun, change: Change | None) -> list[Cell]:
+    if change is None:
+        return [Cell(""), Cell(DASH)]
+    return drawn(Effect("", run.series, 0, change.value, change.low, change.high), "{:+.4f}")
 
 
 def _summary_row(run: RecordedRun) -> Row:
     state = run.state
     origin = str(run.config.get("model", {}).get("path") or "a new model")
-    tone = STATES.get(state.split(":")[0], "unclear")
-    texts = [Cell(state, tone=tone), origin, _objective(run) or DASH, run.progress]
+    about = Cell(state, tone=STATES.get(state.split(":")[0], "unclear"))
+    texts = [about, origin, _objective(run) or DASH, run.progress]
     last = run.trained[-1] if run.trained else {}
     losses = [
         formatted(points[-1][1] if points else None, "{:.4g}")
@@ -280,47 +253,35 @@ def _summary_row(run: RecordedRun) -> Row:
     return [_name(run), *texts, last.get("tokens"), *losses, skipped, duration(seconds)]
 
 
-def _curves(
-    runs: Sequence[RecordedRun], over: str, quantities: Sequence[tuple[str, str, str]]
-) -> list[Curves]:
-    """Return a panel for each quantity that is worth one."""
+def _curves(runs: Sequence[RecordedRun], over: str) -> list[Curves]:
+    """Return a panel for each quantity, for each of several validation sets and for each domain."""
     single = all(len(run.held_out) < 2 for run in runs)
     records = [r for run in runs for r in run.trained]
     losses = [(r["loss"], r["nll"]) for r in records if None not in (r["loss"], r.get("nll"))]
     is_mle = bool(losses) and all(abs(loss - nll) <= EQUAL * abs(nll) for loss, nll in losses)
     excluded = {"loss": is_mle, "skipped": not any(r.get("skipped") for r in records)}
-    panels = []
-    for key, title, held_out in quantities:
+    drawn: dict[str, list[tuple[Points, Points]]] = {}  # a line and circles of each run, by title
+    for key, title, held_out in QUANTITIES:
         read = finite_points if key in STATES_OF_A_STEP else mean_points
-        points = [
-            (read(run.trained, over, key), _held_out(run, held_out, over) if single else []) for run in runs
-        ]
-        panels += [] if excluded.get(key) else _panel(title, runs, points, over)
-    return panels
-
-
-def _curves_of_parts(runs: Sequence[RecordedRun], over: str) -> list[Curves]:
-    """Return a panel for each of several validation sets, and for each domain."""
-    panels = []
-    names = dict.fromkeys(name for run in runs for name in run.held_out)
-    for name in names if any(len(run.held_out) > 1 for run in runs) else ():
+        if not excluded.get(key):
+            drawn[title] = [
+                (read(run.trained, over, key), _held_out(run, held_out, over) if single else [])
+                for run in runs
+            ]
+    for name in [] if single else dict.fromkeys(name for run in runs for name in run.held_out):
         measured = [finite_points(run.held_out.get(name, []), over, "validation_nll") for run in runs]
-        panels += _panel(f"Held-out loss on {name}", runs, [(points, points) for points in measured], over)
-    for name in dict.fromkeys(name for run in runs for r in run.trained for name in r.get("domains", ())):
+        drawn[f"Held-out loss on {name}"] = [(points, points) for points in measured]
+    for name in dict.fromkeys(name for r in records for name in r.get("domains", ())):
         parts = [
             [r.get("domains", {}).get(name, {}) | {over: r.get(over)} for r in run.trained] for run in runs
         ]
-        points: list[tuple[Points, Points]] = [(mean_points(part, over, "nll"), []) for part in parts]
-        panels += _panel(f"Loss on domain {name}", runs, points, over)
-    return panels
-
-
-def _panel(
-    title: str, runs: Sequence[RecordedRun], points: Sequence[tuple[Points, Points]], over: str
-) -> list[Curves]:
-    """Return a panel with a line and circles of each run, or nothing if no run has any."""
-    curves = [Curve(run.series, *p) for run, p in zip(runs, points, strict=True) if any(p)]
-    return [Curves(title, curves, "steps" if over == "step" else "tokens")] if curves else []
+        drawn[f"Loss on domain {name}"] = [(mean_points(part, over, "nll"), []) for part in parts]
+    unit = "steps" if over == "step" else "tokens"
+    return [
+        Curves(title, [Curve(run.series, *p) for run, p in zip(runs, points, strict=True) if any(p)], unit)
+        for title, points in drawn.items()
+        if any(map(any, points))
+    ]
 
 
 def _launch_rows(run: RecordedRun) -> list[Row]:
