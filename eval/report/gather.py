@@ -139,9 +139,8 @@ class Report:
             level = self.level(model, task) if baseline is None else x and _limits(x, "difference")
             if level:
                 direction = x["direction"] if x else 0
-                effects.append(
-                    Effect(model.name, self.series[model.name], direction, *(100 * value for value in level))
-                )
+                points = [100 * value for value in level]
+                effects.append(Effect(model.name, self.series[model.name], direction, *points))
         return effects
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:

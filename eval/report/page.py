@@ -22,6 +22,7 @@ FILES = ("report.html", "report.md", "results.json")
 UNREADABLE = "unreadable"  # instead of a number whose file is damaged
 SAMPLES_SHOWN = 4
 CONFUSION_LABELS = 8
+UNFOLDED = 60  # differences by task that are shown without a click
 VERDICTS = {1: ("better", "better"), -1: ("worse", "worse"), 0: ("no clear difference", "unclear")}
 SCORES = {
     "openicl_ppl": ("whole-prompt perplexity", "nats per token of the whole prompt"),
@@ -47,9 +48,8 @@ SETTINGS = {
     "prompt": "Hash of the prompts",
 }
 DETAILS = (
-    "Accuracy in per cent with each score. The score that counts is in bold. Leaked rows are test rows whose "
-    "text is also among the possible demonstrations. Shortened prompts lost demonstrations to fit the "
-    "context (in brackets: text of the question)."
+    "Accuracy in per cent with each score. The score that counts is in bold. The text of leaked rows is also "
+    "among the possible demonstrations. Shortened prompts lost demonstrations (in brackets: question text)."
 )
 TRAINED_ON = " Rows in training text share long passages with it."
 WRONG = (
@@ -61,8 +61,8 @@ SUMMARY = (
     "improvement. A difference is clear if its test rejects (p < 0.05) and its interval excludes zero."
 )
 TESTS = (
-    "Tasks: Bonett and Price intervals and exact McNemar tests, with Holm's correction over the tasks of a "
-    "comparison. Mean: a test with random signs. The tests pair the models by test row."
+    "All tests pair the models by row. Tasks: Bonett and Price intervals and exact McNemar tests with Holm's "
+    "correction over the tasks of a comparison. Mean: a test with random signs."
 )
 ONE_RUN = "One training run per model: the intervals cover the choice of test rows, not the training seed."
 
@@ -140,14 +140,14 @@ def _picture(report: Report) -> Table:
     for baseline, c in pairs:
         verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
         counts = [sum(x["direction"] == direction for x in c.tasks.values()) for direction in (1, -1)]
-        of = f"{len(c.tasks)} of {len(report.tasks)}" if len(c.tasks) < len(report.tasks) else len(c.tasks)
-        note = f"{counts[0]} better, {counts[1]} worse of {of} tasks"
+        of = f"{len(c.tasks)} of " if len(c.tasks) < len(report.tasks) else ""
+        note = f"{counts[0]} better, {counts[1]} worse of {of}{counted(len(report.tasks), 'task')}"
         name = Cell(c.model, f"against {baseline}", mark=report.series[c.model])
         effects = [e for e in report.effects(None, baseline) if e.label == c.model]
         cells = _tested(effects[0], (c.mean or {})["p"]) if effects else [Cell(""), Cell(DASH)]
         rows.append([name, Cell(verdict, note, tone), *cells])
     if rows:
-        return Table(["Model", "Verdict", "← worse · better →", "Points"], rows, SUMMARY, 2)
+        return Table(["Model", "Verdict", "← worse · better →", "Points, 95 % interval"], rows, SUMMARY, 2)
     rows = [[_heading(report, e.label), *drawn(e, "{:.1f}")] for e in report.effects(None)]
     if rows:
         chance = 100 * report.chance(None)
@@ -221,9 +221,10 @@ def _differences(report: Report) -> list[Block]:
         for c in comparisons
         for task, why in c.refused.items()
     ]
-    table = Table(["Task", "Model", "← worse · better →", "Points"], rows, words=2)
+    table = Table(["Task", "Model", "← worse · better →", "Points, 95 % interval"], rows, words=2)
+    shown = table if len(rows) <= UNFOLDED else Fold(f"{len(rows)} differences", [table])
     tests = Fold("How the differences are tested", [TESTS] if rows else [])
-    return [table, Items(reasons, "Not comparable"), tests]
+    return [shown, Items(reasons, "Not comparable"), tests]
 
 
 def _tested(effect: Effect, p: float) -> list[Cell]:

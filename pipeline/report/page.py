@@ -39,9 +39,8 @@ QUANTITIES = (
 )
 STATES_OF_A_STEP = ("lr", "memory_gib", "skipped")  # no means since the previous record
 CURVES = (
-    "Each point is the mean since the previous record. A short last record is averaged with the one before. "
-    "Circles are held-out data. Above 400 records the line is a mean of neighbours, and the band is their "
-    "range."
+    "Points are means since the previous record. A short last record is joined with the one before. Circles "
+    "are held-out data. Above 400 records the line is a mean of neighbours, and the band is their range."
 )
 CHANGES = (
     "Change of the held-out loss since step 0 in nats per token, with 95 % intervals, paired by document. "
