@@ -73,6 +73,9 @@ data: setup ## real files for tests and benches, from the hub
 reference: setup ## docs/reference.md and the JSON schema of recipes
 	$(BIN)/python -m tests.helpers.reference
 
+report-picture: setup ## docs/report.png, the picture in README.md; needs Chromium or Chrome
+	$(BIN)/python -m tests.helpers.picture
+
 coverage: setup ## which lines the tests run
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m $(WHOLE_SUITE)

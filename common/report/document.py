@@ -22,11 +22,13 @@ from ..errors import UserError
 from ..io.files import replace_nonfinite, write_text
 from ..text import markdown as escaped
 from ..text import printable
-from .figure import MARKERS, Figure, style, svg
-from .numbers import format_interval, formatted
+from .figure import DASHES, MARKERS, Figure, style, svg
+from .numbers import Axis, Effect, axis_of, format_interval, formatted
 
 ARROWS = {"better": "↑", "worse": "↓"}
+TONES = {1: "better", -1: "worse", 0: ""}  # by the direction of an effect
 STDOUT = "-"
+HEADLINE = 25  # words
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class Cell:
 
     text: str
     note: str = ""  # small print below, for example an interval
-    tone: str = ""  # better, worse, unclear, best, quiet
+    tone: str = ""  # better, worse, unclear, best, quiet, again (repeats the cell above)
     mark: int | str | None = ""  # series whose marker precedes the text; None: a grey one
     shade: float = 0  # of the background, 0 to 1
+    plot: Effect | None = None  # drawn on the table's axis, instead of the text
 
     @property
     def shown(self) -> str:
@@ -57,6 +60,11 @@ def estimated(value: Any, low: Any, high: Any, form: str, scale: float = 1, tone
     return Cell(formatted(value, form, scale), format_interval(low, high, form, scale), tone)
 
 
+def drawn(effect: Effect, form: str) -> list[Cell]:
+    """Return two cells: the effect on the table's axis, and its number with the interval."""
+    return [Cell("", plot=effect), estimated(*effect[3:], form, tone=TONES[effect.direction])]
+
+
 Row = Sequence[Cell | str | float | None]  # numbers are shown as integers, None as a dash
 
 
@@ -64,21 +72,32 @@ Row = Sequence[Cell | str | float | None]  # numbers are shown as integers, None
 class Table:
     """Rows with a heading in the first cell. The first `words` columns are text, the others numbers."""
 
-    head: Sequence[str]
+    head: Sequence[str | Cell]
     rows: Sequence[Row]
     caption: str = ""
     words: int = 1
     label: str = ""  # for sections with several tables
+    line: float | None = 0.0  # reference value of the cells with a plot
+    axis: Axis | None = None  # of these cells. By default it fits them.
+
+    def __post_init__(self) -> None:
+        effects = [cell.plot for row in self.rows for cell in row if isinstance(cell, Cell) and cell.plot]
+        self.axis = self.axis or (axis_of(effects, self.line) if effects else None)
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
     @property
+    def plotted(self) -> set[int]:
+        """Return the numbers of the columns that are drawn."""
+        return {i for row in self.cells for i, cell in enumerate(row) if cell.plot}
+
+    @property
     def cells(self) -> list[list[Cell]]:
-        """Return the rows with all values converted to cells."""
+        """Return the head and the rows with all values converted to cells."""
         return [
             [v if isinstance(v, Cell) else Cell(v if isinstance(v, str) else formatted(v)) for v in row]
-            for row in self.rows
+            for row in (self.head, *self.rows)
         ]
 
 
@@ -135,13 +154,18 @@ class Document:
     """A report. data: the numbers for JSON."""
 
     title: str
-    answer: Sequence[str]  # sentences; the first is the heading
+    answer: Sequence[str]  # sentences; the first is the heading, which takes as many as it has space for
     about: str
     sections: Sequence[ReportSection]
-    picture: Figure | None = None
+    picture: Figure | Table | None = None
     remarks: Sequence[str] = ()  # caveats
-    notice: str = ""
     data: Any = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        head, *others = self.answer
+        while others and len(f"{head} {others[0]}".split()) <= HEADLINE:
+            head = f"{head} {others.pop(0)}"
+        self.answer = [head, *others]
 
     def html(self) -> str:
         """Return the HTML page."""
@@ -156,11 +180,12 @@ class Document:
     def markdown(self) -> str:
         """Return the report as Markdown, without figures and page-only sections."""
         head, *texts = self.answer
-        parts = [f"# {escaped(head)}", *_markdown([*texts, self.about, Items(self.remarks)])]
+        picture = [self.picture] if isinstance(self.picture, Table) else []
+        parts = [f"# {escaped(head)}", *_markdown([Items(self.remarks), *texts, self.about, *picture])]
         for section in self.sections:
             blocks = _markdown(section.blocks) if section and not section.page_only else []
             parts += [f"## {escaped(section.title)}", *blocks] if blocks else []
-        return "\n\n".join([*parts, *_markdown([self.notice])]) + "\n"
+        return "\n\n".join(parts) + "\n"
 
     def json(self) -> str:
         """Return the numbers as JSON."""
@@ -207,7 +232,8 @@ def _page() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"style": style, "svg": svg, "MARKERS": MARKERS}
+    environment.globals |= {"style": style, "svg": svg, "MARKERS": MARKERS, "DASHES": DASHES}
+    environment.globals |= {"formatted": formatted}
     return environment.get_template("page.html.jinja")
 
 
@@ -219,8 +245,9 @@ def _markdown(blocks: Sequence[Block]) -> list[str]:
             case str():
                 parts.append(escaped(block))
             case Table():
-                rows = [map(escaped, block.head), ["---"] * len(block.head)]
-                rows += [[cell.markdown for cell in cells] for cells in block.cells]
+                kept = [i for i in range(len(block.head)) if i not in block.plotted]
+                head, *others = [[cells[i].markdown for i in kept] for cells in block.cells]
+                rows = [head, ["---"] * len(kept), *others]
                 parts.append(f"**{escaped(block.label)}**" if block.label else "")
                 parts += ["\n".join(f"| {' | '.join(row)} |" for row in rows), escaped(block.caption)]
             case Items():

@@ -1,4 +1,4 @@
-"""Figures of effects and curves, drawn as SVG by Matplotlib.
+"""Figures of curves and maps, drawn as SVG by Matplotlib.
 
 Colours are CSS variables of the page, so that one drawing works in light mode, in dark mode and in print.
 """
@@ -6,9 +6,11 @@ Colours are CSS variables of the page, so that one drawing works in light mode, 
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import re
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +30,13 @@ MARKERS = {
     "v": "▼",
     "P": "✚",
 }  # Matplotlib's markers, and their characters
-DASHES = ("-", "--", ":", "-.")
+# Matplotlib's dashes, and those of SVG for a line of 2 pixels.
+DASHES = {"-": "none", "--": "7.4 3.2", "-.": "12.8 3.2 2 3.2", ":": "2 3.3"}
+# Objectives with a fixed series, so that an objective looks the same on all pages. "" is an untrained base.
+SERIES = {"": 0, "mle": 1, "emo": 2, "tailr": 3, "mixce": 4}
 # While Matplotlib draws, #0000XX stands for the CSS variable with index XX. Black is the first.
 VARIABLES = ("muted", "rule", "grey", *(f"s{i + 1}" for i in range(COLOURS)))
 MAX_POINTS = 400  # of a curve; more points are averaged in groups
-MAX_NAME = 30  # characters of a row's name
 Points = Sequence[tuple[float, float]]
 Band = Sequence[tuple[float, float, float]]  # (x, low, high)
 
@@ -46,42 +50,23 @@ def style(series: int | None) -> tuple[str, str, str]:
         return "grey" if series is None else "s1", "o", "-"
     turn, hue = divmod(series - 1, COLOURS - 1)
     shape = hue + 1 + turn
-    return f"s{hue + 2}", [*MARKERS][shape % len(MARKERS)], DASHES[shape % len(DASHES)]
+    return f"s{hue + 2}", [*MARKERS][shape % len(MARKERS)], [*DASHES][(shape - 1) % len(DASHES)]
+
+
+def choose_series(objectives: Sequence[str]) -> list[int]:
+    """Return a distinct series for each model by its objective. "" is a base model."""
+    chosen: dict[int, int] = {}
+    for i in sorted(range(len(objectives)), key=lambda i: objectives[i] in objectives[:i]):
+        name = objectives[i]
+        first = SERIES.get(name, len(SERIES) + zlib.crc32(name.encode()) % (COLOURS - len(SERIES)))
+        free = itertools.chain([first], itertools.count(len(SERIES)))
+        chosen[i] = next(series for series in free if series not in chosen.values())
+    return [chosen[i] for i in range(len(objectives))]
 
 
 def colour(variable: str) -> str:
     """Return the placeholder colour of a CSS variable."""
     return f"#0000{VARIABLES.index(variable):02x}"
-
-
-@dataclass
-class Dots:
-    """A panel of effects in rows, on one scale."""
-
-    title: str
-    rows: Sequence[Effect]
-    line: float | None = None  # reference value, for example zero or chance; drawn if it is near
-
-    @property
-    def inches(self) -> float:
-        """Return the panel's height."""
-        return 0.5 + 0.24 * len(self.rows)
-
-    def draw(self, axes: Any) -> None:
-        """Draw the panel on Matplotlib's axes."""
-        for y, (_, series, _, value, low, high) in enumerate(self.rows):
-            variable, marker, _ = style(series)
-            axes.plot([low, high], [y, y], color=colour(variable))
-            axes.plot([value], [y], color=colour(variable), marker=marker)
-        names = [on_one_line(row.label) for row in self.rows]
-        names = [name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in names]
-        axes.set_yticks(range(len(names)), names)
-        axes.tick_params("y", length=0)
-        low, high = axes.get_xlim()
-        if self.line is not None and (self.line == 0 or 2 * low - high <= self.line <= 2 * high - low):
-            axes.axvline(self.line, color="black", linestyle=":", linewidth=1)
-        axes.set_ylim(len(self.rows) - 0.5, -0.5)
-        axes.spines["left"].set_visible(False)
 
 
 @dataclass
@@ -139,7 +124,7 @@ def _average(points: Points, size: int) -> tuple[Points, Band]:
 class Cells:
     """A panel of effects in a grid. The colour shows better or worse, and its strength the size.
 
-    Unclear effects are numbers without a colour.
+    Unclear effects are numbers without a colour. On narrow screens the panel scrolls.
     """
 
     title: str
@@ -165,7 +150,7 @@ class Cells:
                     strength = 0.2 + 0.6 * abs(effect.value) / largest
                     axes.fill([x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5, y - 0.5, y + 0.5, y + 0.5],
                               color=paint, alpha=strength, linewidth=0)  # fmt: skip
-                axes.text(x, y, formatted(effect.value, "{:+.3f}"), ha="center", va="center", fontsize=6.5)
+                axes.text(x, y, formatted(effect.value, "{:+.3f}"), ha="center", va="center", fontsize=7.5)
         axes.set_xticks(range(len(self.columns)), self.columns)
         axes.set_yticks(range(len(self.rows)), [name for name, _ in self.rows])
         axes.tick_params(length=0)
@@ -180,7 +165,7 @@ class Figure:
     """Panels side by side, or below each other on narrow screens."""
 
     label: str
-    panels: Sequence[Dots | Curves | Cells]
+    panels: Sequence[Curves | Cells]
     caption: str = ""
     legend: Sequence[tuple[int | None, str]] = ()
     greys: Sequence[str] = ()  # names of the series that are drawn in grey
@@ -192,14 +177,18 @@ class Figure:
         return bool(self.panels)
 
 
-def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
-    """Draw a panel, `width` inches wide, as an image with a `label` that is unique on the page."""
+def svg(panel: Curves | Cells, label: str, alone: bool) -> Markup:
+    """Draw a panel as an image with a `label` that is unique on the page.
+
+    Sizes are such that text has at least 10 pixels on a phone. alone: the figure has no other panel.
+    """
+    scrolls = isinstance(panel, Cells)
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no warning about a read-only home
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     look: dict[Any, Any] = {
-        **{"font.size": 8.5, "svg.fonttype": "none", "svg.hashsalt": label},
+        **{"font.size": 10.5 if alone and not scrolls else 9, "svg.fonttype": "none", "svg.hashsalt": label},
         **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6},
         **{"axes.grid": True, "grid.color": colour("rule"), "grid.linewidth": 0.6},
         **{"axes.formatter.useoffset": False, "text.parse_math": False, "lines.markersize": 4.5},
@@ -208,6 +197,7 @@ def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
     file = io.StringIO()
     with matplotlib.rc_context(look), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about characters that the font lacks
+        width = 7 if scrolls else 4.6 if alone else 3.5
         canvas = Canvas((width, panel.inches), layout="constrained")
         panel.draw(canvas.subplots())
         canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
@@ -219,6 +209,21 @@ def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
 
     text = re.sub("<[^>]+>", tag, text)
     return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(on_one_line(label))}"', 1))
+
+
+def mean_points(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:
+    """Return `finite_points` of means since the previous record.
+
+    The last record often covers fewer steps. Its mean is joined with the one before, so that the curve does
+    not end in a noisy jump.
+    """
+    points = finite_points(records, x, y)
+    if len(points) > 2:
+        (start, _), (middle, before), (end, last) = points[-3:]
+        full, short = middle - start, end - middle
+        if 0 < short < 0.75 * full:
+            points[-2:] = [(end, (before * full + last * short) / (full + short))]
+    return points
 
 
 def finite_points(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:

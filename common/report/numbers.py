@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..io.untrusted import number
 
 DASH = "\u2013"
 MINUS = "\u2212"
-FEW = 4  # effects that a sentence lists one by one
-VERBS = {  # by direction: singular and plural
+FEW = 3  # effects that a sentence lists one by one
+# Verbs by direction, singular and plural: of a change over time, and of a comparison of two models.
+CHANGED = {
     1: ("improves", "improve"),
     -1: ("gets worse", "get worse"),
     0: ("shows no clear change", "show no clear change"),
 }
+COMPARED = {
+    1: ("is better", "are better"),
+    -1: ("is worse", "are worse"),
+    0: ("shows no clear difference", "show no clear difference"),
+}
+Verbs = Mapping[int, tuple[str, str]]
 
 
 class Effect(NamedTuple):
@@ -26,6 +33,28 @@ class Effect(NamedTuple):
     value: float
     low: float
     high: float
+
+
+class Axis(NamedTuple):
+    """The horizontal axis that effects in the rows of a table share."""
+
+    ticks: tuple[float, ...]  # from one end to the other
+    line: float | None  # reference value, for example zero or chance
+
+    def at(self, value: float) -> float:
+        """Return the position of a value in per cent of the axis."""
+        low, high = self.ticks[0], self.ticks[-1]
+        return 100 * min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def axis_of(effects: Sequence[Effect], line: float | None = 0.0) -> Axis:
+    """Return an axis for effects and the reference value."""
+    from matplotlib.ticker import MaxNLocator
+
+    values = [v for effect in effects for v in effect[3:] if number(v) is not None]
+    values += [] if line is None else [line]
+    ticks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(min(values, default=0), max(values, default=1))
+    return Axis(tuple(map(float, ticks)), line)
 
 
 def formatted(value: Any, form: str = "{:,.0f}", scale: float = 1) -> str:
@@ -52,7 +81,7 @@ def format_interval(low: Any, high: Any, form: str = "{:.1f}", scale: float = 1)
 
 def p_value(p: float) -> str:
     """Format a p-value with two digits."""
-    return "p < 0.001" if p < 0.001 else f"p {p:.2g}" if p < 0.1 else f"p {p:.2f}"
+    return "p\u00a0<\u00a00.001" if p < 0.001 else f"p\u00a0{p:.2g}" if p < 0.1 else f"p\u00a0{p:.2f}"
 
 
 def join_words(parts: Sequence[str]) -> str:
@@ -60,26 +89,28 @@ def join_words(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def describe_changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
+def describe(effects: Sequence[Effect], verbs: Verbs, unit: str, form: str = "{:.1f}") -> str:
     """Describe effects in words, one by one, or by counts and the best one if there are more than FEW.
 
-    Example: `a improves by 9.0 points (95 % interval 6.7 to 11.3) and b gets worse by 2 points (1 to 3)`.
+    Example: `a improves by 9.0 points and b by 7.5, and c shows no clear change`. The intervals belong in a
+    table.
     """
+    known = [e for e in effects if number(e.low) is not None]
+    groups = {kind: [e for e in known if e.direction == kind] for kind in verbs}
     if len(effects) > FEW:
-        counts = {kind: sum(e.direction == kind for e in effects) for kind in VERBS}
-        verbs = [f"{count} {VERBS[kind][count > 1]}" for kind, count in counts.items() if count]
+        counts = [f"{len(group)} {verbs[kind][len(group) > 1]}" for kind, group in groups.items() if group]
         best = max(effects, key=lambda e: e.value)
-        return f"{join_words(verbs)}, of {len(effects)} in all. Best: {describe_changes([best], unit, form)}"
-    return join_words([_describe_effect(effect, unit, form, i == 0) for i, effect in enumerate(effects)])
-
-
-def _describe_effect(effect: Effect, unit: str, form: str, is_first: bool) -> str:
-    label, _, direction, value, low, high = effect
-    if direction:  # the verb expresses the sign
-        low, high = sorted((direction * low, direction * high))
-    signed = form if direction else form.replace("{:", "{:+")
-    size = formatted((direction or 1) * value, signed)
-    limits = format_interval(low, high, signed)
-    interval = f"{'95 % interval ' if is_first else ''}{limits}" if limits else "without an interval"
-    detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
-    return f"{label} {VERBS[direction][0]} {detail}"
+        return f"{join_words(counts)}. Best: {describe([best], verbs, unit, form)}"
+    clauses = []
+    for kind, group in groups.items():
+        if group and kind:
+            sizes = [formatted(abs(effect.value), form) for effect in group]
+            first = f"{group[0].label} {verbs[kind][0]} by {sizes[0]} {unit}"
+            others = [f"{e.label} by {size}" for e, size in zip(group[1:], sizes[1:], strict=True)]
+            clauses.append(join_words([first, *others]))
+        elif group:
+            clauses.append(f"{join_words([e.label for e in group])} {verbs[0][len(group) > 1]}")
+    for e in (e for e in effects if e not in known):
+        verb = verbs[1 if e.value > 0 else -1][0]
+        clauses.append(f"{e.label} {verb} by {formatted(abs(e.value), form)} {unit} (no interval)")
+    return ", and ".join(clauses)

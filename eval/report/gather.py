@@ -13,7 +13,8 @@ from emo.common.config.recipe import read_written
 from emo.common.errors import UserError
 from emo.common.io.untrusted import read_json
 from emo.common.provenance import code_version, library_versions
-from emo.common.report.numbers import Effect
+from emo.common.report.figure import choose_series
+from emo.common.report.numbers import Effect, join_words
 from emo.data_prep.config import VALIDATION
 from emo.data_prep.selection.contamination import SHARED
 from emo.pipeline.control.run_dir import CONFIG, METRICS, read_metrics
@@ -34,7 +35,8 @@ class Report:
 
     models: those with scores, in order. unscored: those with only text or a log. families: the models by
     base. rows: one per model and task. against: baseline -> model -> comparison. The first baseline is the
-    report's. remarks: what to know before trusting the numbers. skipped: files that could not be read.
+    report's. series: of each model in figures, by its objective. remarks: what to know before trusting the
+    numbers. skipped: files that could not be read.
     """
 
     def __init__(
@@ -73,10 +75,14 @@ class Report:
         ancestors = find_ancestors(scored)
         self.families = group_families(scored, ancestors, list(runs), next(iter(chosen), None))
         self.models = [model for family in self.families for model in family.members]
+        bases = [family.base for family in self.families]
+        trained = ["" if m in bases else str(m.facts.get("objective") or "") for m in self.everyone]
+        self.series = dict(zip((m.name for m in self.everyone), choose_series(trained), strict=True))
         self.against = self._compare(scored, ancestors)
         cells = [(model, task) for model in self.models for task in self.tasks if task in model.results]
         self.rows = [_row(model, task, overlaps.get(model.name, {}).get(task)) for model, task in cells]
-        self.remarks = [*_remarks(self.everyone, self.tasks), *_wrong_runs(self.everyone, runs)]
+        uneven = {t for others in self.against.values() for c in others.values() for t in c.uneven}
+        self.remarks = [*_remarks(self.everyone, self.tasks, uneven), *_wrong_runs(self.everyone, runs)]
         self.remarks += dict.fromkeys(faults)
         self.judgement_pairs = compare_judgements(self.judgements, self.skipped)
 
@@ -125,7 +131,7 @@ class Report:
         tasks. The direction of an accuracy comes from the difference to the model's first baseline.
         """
         effects = []
-        for i, model in enumerate(self.models):
+        for model in self.models:
             first = next((name for name, others in self.against.items() if model.name in others), "")
             c = self.against.get(baseline or first, {}).get(model.name)
             complete = c and (baseline or len(c.tasks) == len(self.tasks))
@@ -133,7 +139,8 @@ class Report:
             level = self.level(model, task) if baseline is None else x and _limits(x, "difference")
             if level:
                 direction = x["direction"] if x else 0
-                effects.append(Effect(model.name, i, direction, *(100 * value for value in level)))
+                points = [100 * value for value in level]
+                effects.append(Effect(model.name, self.series[model.name], direction, *points))
         return effects
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
@@ -209,17 +216,23 @@ def _read_contamination(run: Path, faults: list[str]) -> dict[str, Container[str
         return {}
 
 
-def _remarks(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
-    """Return remarks on models that give one answer to all rows of a task, and on shortened prompts."""
-    remarks = []
-    for result, model in ((m.results[t], m) for t in tasks for m in models if t in m.results):
-        if (answer := only_answer(result)) is not None:
-            remarks.append(f"{result['title']}: {model.name} answers {answer} for every row")
-        if shortened := result["rows_shortened"]:
-            remarks.append(
-                f"{result['title']}: {shortened:,} of {result['n']:,} prompts of {model.name} lost "
-                "demonstrations or text to the context"
-            )
+def _remarks(models: Sequence[Model], tasks: Sequence[str], uneven: Container[str]) -> list[str]:
+    """Return remarks on shortened prompts, and on models that give one answer to all rows of a task.
+
+    uneven: tasks whose prompts differ between models. These remarks come first.
+    """
+    remarks: list[str] = []
+    for task in sorted(tasks, key=lambda task: task not in uneven):
+        results = {m.name: m.results[task] for m in models if task in m.results}
+        title = next(iter(results.values()))["title"]
+        if any(result["rows_shortened"] for result in results.values()):
+            counts = [f"{name} {r['rows_shortened']:,} of {r['n']:,}" for name, r in results.items()]
+            different = ". The models saw different prompts" if task in uneven else ""
+            lost = "prompts that lost demonstrations or text to fit the context"
+            remarks.append(f"{title}, {lost}: {join_words(counts)}{different}.")
+        for name, result in results.items():
+            if (answer := only_answer(result)) is not None:
+                remarks.append(f"{title}: {name} answers {answer} for every row.")
     return remarks
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from emo.common.errors import UserError
-from emo.common.report.document import Cell, Fold, Items, Quote, ReportSection, Row, Table, estimated
-from emo.common.report.figure import Dots, Figure
-from emo.common.report.numbers import Effect, format_interval, formatted, p_value, percent
+from emo.common.report.document import Cell, Fold, Items, Quote, ReportSection, Row, Table, drawn, estimated
+from emo.common.report.numbers import Effect, formatted, p_value, percent
 
 from ..judging.results import Judgement, compare_scores, remarks, undecided
 
@@ -68,8 +67,7 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
         if reason := undecided(f):
             sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {reason}.")
             continue
-        interval = f"95 % interval {format_interval(rate['low'], rate['high'], scale=100)}"
-        size = f"{f['b']} has a win rate of {percent(rate['value'])} % ({interval})"
+        size = f"{f['b']} has a win rate of {percent(rate['value'])} %"
         sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {size}.")
     return sentences[:4]
 
@@ -99,14 +97,16 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -
     return [ReportSection("Answers, judged", *tables), ReportSection("Judged pairs", lead, *folds)]
 
 
-def plot_win_rates(judgements: Sequence[Judgement]) -> Figure:
-    """Return a figure of the win rates."""
+def draw_win_rates(judgements: Sequence[Judgement]) -> Table:
+    """Return the win rates on one axis."""
     fields = [judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]]
     rates = [[100 * f["win_rate"][key] for key in ("value", "low", "high")] for f in fields]
     titles = _titles(fields)
-    rows = [Effect(t, i, 0, *rate) for i, (t, rate) in enumerate(zip(titles, rates, strict=True))]
-    caption = "Win rate in per cent with its 95 % interval. A tie counts half. Dotted line: no preference."
-    return Figure("Win rates", [Dots("Win rate", rows, 50.0)], caption)
+    rows: list[Row] = [
+        [t, *drawn(Effect(t, 1, 0, *rate), "{:.1f}")] for t, rate in zip(titles, rates, strict=True)
+    ]
+    caption = "Win rate with its 95 % interval. A tie counts half. The dark line is no preference."
+    return Table(["Comparison", "Win rate", "Per cent"], rows, caption, line=50.0)
 
 
 def _tone(fields: dict[str, Any]) -> str:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Row, Table
-from emo.common.report.figure import Curve, Curves, Dots, Figure, finite_points
-from emo.common.report.numbers import (
-    DASH,
-    Effect,
-    describe_changes,
-    format_interval,
-    formatted,
-    p_value,
-    percent,
-)
+from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Table, drawn
+from emo.common.report.figure import Curve, Curves, Figure, finite_points, mean_points
+from emo.common.report.numbers import COMPARED, DASH, Effect, describe, formatted, p_value, percent
 from emo.common.text import counted
 
-from ..results.directory import Model
+from ..results.directory import Model, find_model
 from . import judged
-from .compare import Comparison
 from .families import OBJECTIVES
 from .gather import Report
 
@@ -30,7 +22,7 @@ FILES = ("report.html", "report.md", "results.json")
 UNREADABLE = "unreadable"  # instead of a number whose file is damaged
 SAMPLES_SHOWN = 4
 CONFUSION_LABELS = 8
-TONES = {1: "better", -1: "worse", 0: ""}
+UNFOLDED = 60  # differences by task that are shown without a click
 VERDICTS = {1: ("better", "better"), -1: ("worse", "worse"), 0: ("no clear difference", "unclear")}
 SCORES = {
     "openicl_ppl": ("whole-prompt perplexity", "nats per token of the whole prompt"),
@@ -42,34 +34,37 @@ SCORES = {
 # Condition of a result -> column of the settings table.
 SETTINGS = {
     "prompt_version": "Prompts",
-    "shots": "Shots",
-    "retriever": "Retriever",
+    "shots": "Demonstrations per prompt",
+    "retriever": "Demonstrations chosen by",
     "score": "Score",
-    "inferencer": "Inferencer",
-    "faithful": "Faithful",
-    "max_tokens": "Longest prompt",
-    "dtype": "Dtype",
-    "scorer": "Scorer",
-    "test_rows": "Test rows",
-    "pool": "Demonstrations chosen from",
-    "pool_rows": "Rows of demonstrations",
-    "prompt": "Text of prompts",
+    "inferencer": "Scoring code",
+    "faithful": "Exactly as OpenICL",
+    "max_tokens": "Longest prompt, tokens",
+    "dtype": "Number format",
+    "scorer": "Version of the scoring code",
+    "test_rows": "Hash of the test rows",
+    "pool": "Source of demonstrations",
+    "pool_rows": "Hash of the demonstrations",
+    "prompt": "Hash of the prompts",
 }
 DETAILS = (
-    "Accuracy in per cent with each score; the deciding score is in bold. Clean: without leaked test rows, "
-    "whose text is among the rows that demonstrations come from. Shortened: prompts that lost "
-    "demonstrations (in brackets: text of the query) to the context. Trained on: test rows that share long "
-    "passages with the training text. Without: the accuracy on the other rows."
+    "Accuracy in per cent with each score. The score that counts is in bold. The text of leaked rows is also "
+    "among the possible demonstrations. Shortened prompts lost demonstrations (in brackets: question text)."
 )
+TRAINED_ON = " Rows in training text share long passages with it."
 WRONG = (
-    "The most confident errors, with the demonstrations in the prompt (most similar first) and the score "
-    "of every label. The smallest score wins. Rows are numbered from 0, as in the data."
+    "For each task and model: the wrong answers that the model was most certain of. The answer with the "
+    "smallest score wins. Demonstrations are listed from most to least similar. Rows are numbered from 0."
 )
-DIFFERENCES = (
-    "Percentage points with 95 % intervals (Bonett and Price), paired by test row. The p-values are from "
-    "exact McNemar tests with Holm's correction over the tasks, and from random signs for the mean. The "
-    "verdict is on the mean: p below 0.05 and an interval without zero."
+SUMMARY = (
+    "Mean over tasks, in percentage points with 95 % intervals, paired by test row. Right of zero is an "
+    "improvement. A difference is clear if its test rejects (p < 0.05) and its interval excludes zero."
 )
+TESTS = (
+    "All tests pair the models by row. Tasks: Bonett and Price intervals and exact McNemar tests with Holm's "
+    "correction over the tasks of a comparison. Mean: a test with random signs."
+)
+ONE_RUN = "One training run per model: the intervals cover the choice of test rows, not the training seed."
 
 
 def document(report: Report) -> Document:
@@ -83,11 +78,8 @@ def document(report: Report) -> Document:
         for i, s in enumerate(model.samples[:SAMPLES_SHOWN])
     ]
     sections = [
+        ReportSection("Differences by task", *_differences(report)),
         ReportSection("Accuracy", *_accuracy(report)),
-        *(
-            ReportSection(f"Difference from {first}", *_differences(report, first))
-            for first in report.against
-        ),
         ReportSection("Training", _training(report)),
         ReportSection("Accuracy over training", _over_training(report)),
         *judged.sections(report.judgements, report.judgement_pairs),
@@ -95,20 +87,17 @@ def document(report: Report) -> Document:
         ReportSection("Sampled text", sampled, *samples, page_only=True),
         ReportSection("Confusion", shading, *_confusions(report), page_only=True),
         ReportSection("Most confident errors", WRONG, *_worst(report), page_only=True),
-        ReportSection("Settings", _settings(report), page_only=True),
+        ReportSection("Settings", *_settings(report), page_only=True),
         ReportSection("Provenance", *_provenance(report, data["metadata"])),
     ]
-    answers = [*_uneven(report), *_answer(report), *judged.answers(report.judgements)]
-    data["answer"] = answer = answers or ["No task was scored and no answer was judged."]
-    means = [Dots(f"Points from {b}, mean over tasks", report.effects(None, b), 0.0) for b in report.against]
-    picture = Figure(
-        "Mean differences",
-        means,
-        "With 95 % intervals, paired by test row. Right of the dotted line is an improvement.",
-    )
-    picture = picture or _levels(report, "Mean accuracy", [None]) or judged.plot_win_rates(report.judgements)
+    answer = [*_answer(report), *judged.answers(report.judgements)]
+    answer = answer or ["No task was scored and no answer was judged."]
+    caveat = report.notice or (ONE_RUN if report.against and not report.seeds else "")
+    remarks = [*filter(None, [caveat]), *report.remarks]
     about = f"{report.title}. {_contents(report)}"
-    return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
+    page = Document(report.title, answer, about, sections, _picture(report), remarks, data)
+    data["answer"] = page.answer
+    return page
 
 
 def _contents(report: Report) -> str:
@@ -119,24 +108,24 @@ def _contents(report: Report) -> str:
     tasks = counted(len(report.tasks), "task")
     rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
     kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
-    shots = "; ".join(f"{shots} ({by})" for shots, by in kinds)
-    return f"{models}, {tasks}, {rows:,} test rows per model; demonstrations in a prompt: {shots}."
+    shots = " or ".join(f"{shots} (chosen by {by})" for shots, by in kinds)
+    return f"{models}, {tasks}, {rows:,} test rows per model. Demonstrations per prompt: {shots}."
 
 
 def _answer(report: Report) -> list[str]:
     """Return the results of the comparisons by base, or the accuracies if there are none."""
     sentences: list[str] = []
-    for family in report.families:
-        clauses: list[str] = []
-        for first in (m.name for m in family.members if m.name in report.against):
-            if effects := report.effects(None, first):
-                counts = {len(c.tasks) for c in report.against[first].values() if c.mean}
-                on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
-                start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
-                clauses.append(f"{start}, {describe_changes(effects, 'points')}")
-        sentences += [f"{'; '.join(clauses)}."] if clauses else []
-    if not sentences:
-        sentences = [_describe_accuracy(report, effect) for effect in report.effects(None)]
+    on = ""
+    for first in (m.name for family in report.families for m in family.members if m.name in report.against):
+        if effects := report.effects(None, first):
+            counts = {len(c.tasks) for c in report.against[first].values() if c.mean}
+            before, on = on, counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
+            where = "" if on == before else f" on {on}"
+            sentences.append(f"Compared with {first}{where}, {describe(effects, COMPARED, 'points')}.")
+    on = f"on {counted(len(report.tasks), 'task')}"
+    for e in report.effects(None) if not sentences else ():
+        chance = percent(report.chance(None))
+        sentences.append(f"{e.label}: accuracy {formatted(e.value, '{:.1f}')} % {on}; chance is {chance} %.")
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
             children = counted(len(family.members), "model")
@@ -144,37 +133,32 @@ def _answer(report: Report) -> list[str]:
     return sentences
 
 
-def _describe_accuracy(report: Report, effect: Effect) -> str:
-    accuracy = formatted(effect.value, "{:.1f}")
-    tasks = counted(len(report.tasks), "task")
-    interval = f"95 % interval {format_interval(effect.low, effect.high)}"
-    chance = percent(report.chance(None))
-    return f"{effect.label}: accuracy {accuracy} % on {tasks} ({interval}); chance is {chance} %."
+def _picture(report: Report) -> Table:
+    """Return the mean differences, or else the mean accuracies, or else the win rates."""
+    pairs = [(b, c) for b, comparisons in report.against.items() for c in comparisons.values()]
+    rows: list[list[Any]] = []
+    for baseline, c in pairs:
+        verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
+        counts = [sum(x["direction"] == direction for x in c.tasks.values()) for direction in (1, -1)]
+        of = f"{len(c.tasks)} of " if len(c.tasks) < len(report.tasks) else ""
+        note = f"{counts[0]} better, {counts[1]} worse of {of}{counted(len(report.tasks), 'task')}"
+        name = Cell(c.model, f"against {baseline}", mark=report.series[c.model])
+        effects = [e for e in report.effects(None, baseline) if e.label == c.model]
+        cells = _tested(effects[0], (c.mean or {})["p"]) if effects else [Cell(""), Cell(DASH)]
+        rows.append([name, Cell(verdict, note, tone), *cells])
+    if rows:
+        return Table(["Model", "Verdict", "← worse · better →", "Points, 95 % interval"], rows, SUMMARY, 2)
+    rows = [[_heading(report, e.label), *drawn(e, "{:.1f}")] for e in report.effects(None)]
+    if rows:
+        chance = 100 * report.chance(None)
+        caption = "Mean over tasks in per cent, with 95 % intervals. The dark line is chance."
+        return Table(["Model", "Accuracy", "Per cent"], rows, caption, line=chance)
+    return judged.draw_win_rates(report.judgements)
 
 
-def _uneven(report: Report) -> list[str]:
-    """Return a sentence for each comparison whose prompts differ between the models."""
-    comparisons = [c for others in report.against.values() for c in others.values()]
-    return [f"{text}." for text in dict.fromkeys(c.warning for c in comparisons if c.uneven)][:3]
-
-
-def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
-    """Return a figure of accuracies with a panel for each task. None stands for the mean."""
-    titles = report.titles | {None: "Mean over tasks"}
-    drawn = [(task, rows) for task in tasks if (rows := report.effects(task))]
-    panels = [Dots(titles[task], rows, 100 * report.chance(task)) for task, rows in drawn]
-    caption = "Accuracy in per cent with 95 % intervals. Dotted line: chance, if it is near."
-    return Figure(label, panels, caption)
-
-
-def _folded(report: Report, figure: Figure) -> Block:
-    """Return a figure with a panel for each task, folded if there are many models."""
-    return Fold("Figure by task", [figure]) if len(report.models) > 8 else figure
-
-
-def _heading(report: Report, number: int) -> Cell:
+def _heading(report: Report, name: str) -> Cell:
     """Return a model's name with a description."""
-    model = report.models[number]
+    model = find_model(report.models, name)
     family = next(f for f in report.families if model in f.members)
     objective = str(model.facts.get("objective") or "")
     notes = ["base model"] if family.base is model else []
@@ -182,115 +166,103 @@ def _heading(report: Report, number: int) -> Cell:
         notes.append(OBJECTIVES.get(objective, objective))
     if len(report.families) > 1 and family.title and family.base is not model:
         notes.append(f"from {family.title}")
-    return Cell(model.name, ", ".join(notes), mark=number)
-
-
-Column = tuple[str, dict[Any, Effect]]  # title, effects by model
-
-
-def _columns(report: Report, baseline: str | None = None) -> dict[str | None, Column]:
-    """Return the columns of a table by task, with the mean (None) first if there are several tasks."""
-    mean: dict[str | None, str] = {None: "Mean"} if len(report.tasks) > 1 else {}
-    columns = mean | report.titles
-    return {t: (title, {e.series: e for e in report.effects(t, baseline)}) for t, title in columns.items()}
-
-
-def _estimated(effect: Effect, form: str = "{:.1f}", note: str = "") -> Cell:
-    limits = format_interval(effect.low, effect.high, form)
-    return Cell(formatted(effect.value, form), limits + note, TONES[effect.direction])
+    return Cell(model.name, ", ".join(notes), mark=report.series[name])
 
 
 def _accuracy(report: Report) -> list[Block]:
-    columns = _columns(report)
-    rows = list[Row]()
-    for i, model in enumerate(report.models if report.tasks else []):
-        cells: list[Cell | str | None] = [_heading(report, i)]
-        for task, (_, effects) in columns.items():
-            unreadable = Cell(UNREADABLE, tone="worse") if task in model.unreadable else None
-            cells.append(_estimated(effects[i]) if i in effects else unreadable)
-        rows.append(cells)
-    rows += _reference_rows(report, list(columns))
-    caption = "Per cent with 95 % intervals (Wilson). The interval of the mean assumes independent tasks."
+    """Return the accuracies. The longer of both lists, models or tasks, goes down the page."""
+    mean: dict[str | None, str] = {None: "Mean"} if len(report.tasks) > 1 else {}
+    titles = mean | report.titles
+    effects = {task: {e.label: e for e in report.effects(task)} for task in titles}
+    grid: list[list[Cell]] = []
+    for model in report.models if report.tasks else []:
+        cells = [_heading(report, model.name)]
+        for task in titles:
+            effect = effects[task].get(model.name)
+            missing = Cell(UNREADABLE, tone="worse") if task in model.unreadable else Cell(DASH)
+            cells.append(drawn(effect, "{:.1f}")[1] if effect else missing)
+        grid.append(cells)
+    grid += _reference_rows(report, list(titles))
+    caption = "Per cent with 95 % intervals."
     if report.against:
-        caption += " ↑ ↓: better or worse than the model's first baseline below, by test and interval."
+        caption += " ↑ ↓: clearly better or worse than the model's first baseline."
     if any(task in m.unreadable for m in report.models for task in report.tasks):
         caption += f" {UNREADABLE.capitalize()}: the result's file is damaged. See the last section."
-    figure = _levels(report, "Accuracy", report.tasks)
-    head = ["Model", *(title for title, _ in columns.values())]
-    return [Table(head, rows, caption), _folded(report, figure)]
+    grid = [[Cell("Model"), *map(Cell, titles.values())], *grid]
+    if len(report.models) <= len(report.tasks):
+        grid = [list(column) for column in zip(*grid, strict=True)]
+        grid[0][0] = Cell("Task")
+    return [Table(grid[0], grid[1:] if report.tasks else [], caption)]
 
 
-def _reference_rows(report: Report, tasks: Sequence[str | None]) -> Iterator[Row]:
-    """Yield the rows of aggregated seeds, of chance and of the majority label."""
+def _reference_rows(report: Report, tasks: Sequence[str | None]) -> Iterator[list[Cell]]:
+    """Yield the rows of aggregated seeds, of chance and of the most common label."""
     for label, names in report.seeds.items():
         spreads = [report.over_seeds(label, t) or (None, None) for t in tasks]
         texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
-        yield [f"{label} ({counted(len(names), 'seed')}, mean ± standard deviation)", *texts]
-    for label, key in (("Chance", "chance"), ("Majority label", "majority")) if report.tasks else ():
+        yield [Cell(label, f"{counted(len(names), 'seed')}, mean ± standard deviation"), *map(Cell, texts)]
+    for label, key in (("Chance", "chance"), ("Most common label", "majority")) if report.tasks else ():
         shares = [percent(report.chance(task, key)) for task in tasks]
         yield [Cell(text, tone="quiet") for text in (label, *shares)]
 
 
-def _differences(report: Report, baseline: str) -> list[Block]:
-    """Return the differences from a baseline with their tests."""
-    comparisons = report.against[baseline]
-    columns = _columns(report, baseline)
-    rows = [
-        _difference_row(report, i, comparisons[model.name], columns)
-        for i, model in enumerate(report.models)
-        if model.name in comparisons
+def _differences(report: Report) -> list[Block]:
+    """Return the differences from all baselines by task on one axis."""
+    rows: list[list[Any]] = []
+    for task, title in report.titles.items():
+        pairs = [(b, e) for b in report.against for e in report.effects(task, b)]
+        for i, (baseline, e) in enumerate(pairs):
+            name = Cell(e.label, f"against {baseline}", mark=e.series)
+            p = report.against[baseline][e.label].tasks[task]["p_holm"]
+            rows.append([Cell(title, tone="again" * (i > 0)), name, *_tested(e, p)])
+    comparisons = [c for others in report.against.values() for c in others.values()]
+    reasons = [
+        f"{report.titles[task]}, {c.model} against {c.baseline}: {why}"
+        for c in comparisons
+        for task, why in c.refused.items()
     ]
-    titles = report.titles
-    panels = [Dots(title, report.effects(task, baseline), 0.0) for task, title in titles.items()]
-    caption = "Points. Right of the dotted line is an improvement."
-    figure = Figure(f"Differences from {baseline}", panels, caption)
-    reasons = [(c.model, titles[task], why) for c in comparisons.values() for task, why in c.refused.items()]
-    head = ["Model", "Verdict", *(title for title, _ in columns.values())]
-    items = Items([f"{model}, {title}: {why}" for model, title, why in reasons], "Not comparable")
-    return [Table(head, rows, DIFFERENCES, 2), _folded(report, figure), items]
+    table = Table(["Task", "Model", "← worse · better →", "Points, 95 % interval"], rows, words=2)
+    shown = table if len(rows) <= UNFOLDED else Fold(f"{len(rows)} differences", [table])
+    tests = Fold("How the differences are tested", [TESTS] if rows else [])
+    return [shown, Items(reasons, "Not comparable"), tests]
 
 
-def _difference_row(report: Report, number: int, c: Comparison, columns: dict[str | None, Column]) -> Row:
-    verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
-    partial = len(c.tasks) < len(report.tasks)
-    notes = [f"of {len(c.tasks)} tasks"] if partial else []
-    for direction in (1, -1):
-        if count := sum(x["direction"] == direction for x in c.tasks.values()):
-            notes.append(f"{counted(count, 'task')} {TONES[direction]}")
-    cells: list[Any] = [_heading(report, number), Cell(verdict, ", ".join(notes), tone)]
-    for task, (_, effects) in columns.items():
-        if number in effects and not (task is None and partial):
-            p = c.tasks[task]["p_holm"] if task else (c.mean or {})["p"]
-            cells.append(_estimated(effects[number], "{:+.1f}", f", {p_value(p)}"))
-        else:
-            refused = c.refused if task is None else task in c.refused
-            cells.append(Cell("not comparable" if refused else DASH, tone="quiet"))
-    return cells
+def _tested(effect: Effect, p: float) -> list[Cell]:
+    """Return the cells of a difference with the p-value of its test."""
+    dot, points = drawn(effect, "{:+.1f}")
+    return [dot, replace(points, note=f"{points.note}, {p_value(p)}")]
 
 
 def _details(report: Report) -> Table:
-    rows: list[Row] = []
+    rows: list[list[Any]] = []
     names = [name for name in SCORES if any(r.get(name) is not None for r in report.rows)]
+    known = any(r["trained_on"] is not None for r in report.rows)
+    previous = None
     for r in sorted(report.rows, key=lambda r: report.tasks.index(r["task"])):
         scores = [Cell(percent(r.get(s)), tone="best" if s == r["score"] else "") for s in names]
         cut = f"{r['rows_shortened']:,}" + (f" ({r['rows_cut']:,})" if r["rows_cut"] else "")
-        shares = [percent(r[key]) for key in ("macro_f1", "clean_accuracy")]
-        others = [r["leaked"], cut, r["trained_on"], percent(r["untrained_accuracy"])]
-        rows.append([r["title"], r["model"], r["n"], *scores, *shares, *others])
-    head = ["Task", "Model", "Rows", *(SCORES[s][0] for s in names), "Macro F1", "Clean", "Leaked"]
-    return Table([*head, "Shortened", "Trained on", "Without"], rows, DETAILS, 2)
+        others = [percent(r["macro_f1"]), r["leaked"], percent(r["clean_accuracy"]), cut]
+        others += [r["trained_on"], percent(r["untrained_accuracy"])] if known else []
+        title = Cell(r["title"], tone="again" * (r["task"] == previous))
+        rows.append([title, Cell(r["model"], mark=report.series[r["model"]]), r["n"], *scores, *others])
+        previous = r["task"]
+    head = ["Task", "Model", "Rows", *(SCORES[s][0].capitalize() for s in names), "Macro F1", "Leaked rows"]
+    head += ["Without leaked rows", "Shortened prompts"]
+    head += ["Rows in training text", "Without these"] if known else []
+    return Table(head, rows, DETAILS + TRAINED_ON * known, 2)
 
 
 def _training(report: Report) -> Figure:
-    logs = [(i, m) for i, m in enumerate(report.everyone) if m.metrics]
+    logs = [m for m in report.everyone if m.metrics]
     panels = []
-    for key, title in (("nll", "Loss in nats per token (NLL)"), ("demd", "Expected transport cost (DEMD)")):
-        drawn = [
-            (i, [finite_points(m.metrics, "tokens", k) for k in (key, f"validation_{key}")]) for i, m in logs
-        ]
-        curves = [Curve(i, line, marks) for i, (line, marks) in drawn if line or marks]
-        panels.append(Curves(title, curves, "tokens"))
-    legend = [(i, m.name) for i, m in logs]
+    for key, title in (("nll", "Loss, nats per token"), ("demd", "Embedding distance to the target (DEMD)")):
+        curves = [
+            Curve(report.series[m.name], mean_points(m.metrics, "tokens", key),
+                  finite_points(m.metrics, "tokens", f"validation_{key}"))
+            for m in logs
+        ]  # fmt: skip
+        panels.append(Curves(title, [c for c in curves if c.points or c.marks], "tokens"))
+    legend = [(report.series[m.name], m.name) for m in logs]
     return Figure("Training", panels, "Lines: training batches. Circles: held-out data.", legend)
 
 
@@ -298,7 +270,7 @@ def _over_training(report: Report) -> Figure:
     """Return the accuracy of runs with several evaluated checkpoints, over tokens or else over steps."""
     runs: dict[str, list[tuple[Model, Effect]]] = {}
     for effect in report.effects(None):
-        model = report.models[effect.series or 0]
+        model = find_model(report.models, effect.label)
         if model.facts.get("run"):
             runs.setdefault(str(model.facts["run"]), []).append((model, effect))
     curves: dict[str, Curve] = {}
@@ -307,19 +279,19 @@ def _over_training(report: Report) -> Figure:
             if len(stages) > 1 and all(isinstance(model.facts.get(key), int) for model, _ in stages):
                 points = sorted((model.facts[key], *effect[3:]) for model, effect in stages)
                 band = [(x, low, high) for x, _, low, high in points]
-                curves[run] = Curve(len(curves), [(x, y) for x, y, *_ in points], [], band)
+                curves[run] = Curve(stages[0][1].series, [(x, y) for x, y, *_ in points], [], band)
         if curves:
             break
-    panel = Curves("Mean accuracy", [*curves.values()], "steps" if key == "step" else key)
-    names = [(i, Path(run).name) for i, run in enumerate(curves)]
-    return Figure("Accuracy over training", [panel], "Per cent. The band is the 95 % interval.", names)
+    panel = Curves("Mean accuracy, per cent", [*curves.values()], "steps" if key == "step" else key)
+    names = [(curve.series, Path(run).name) for run, curve in curves.items()]
+    return Figure("Accuracy over training", [panel], "The bands are 95 % intervals.", names)
 
 
 def _cells(report: Report) -> Iterator[tuple[int, Model, dict[str, Any]]]:
-    """Yield the number of the model, the model and the result, task by task."""
-    for task, (number, model) in product(report.tasks, enumerate(report.models)):
+    """Yield the series of the model, the model and the result, task by task."""
+    for task, model in product(report.tasks, report.models):
         if task in model.results:
-            yield number, model, model.results[task]
+            yield report.series[model.name], model, model.results[task]
 
 
 def _confusions(report: Report) -> list[Block]:
@@ -334,8 +306,8 @@ def _confusions(report: Report) -> list[Block]:
 
 
 def _worst(report: Report) -> list[Block]:
-    """Return the most confident errors."""
-    folds: list[Block] = []
+    """Return the most confident errors, collapsed by task and model."""
+    folds: dict[str, list[Block]] = {}
     for number, model, result in _cells(report):
         blocks: list[Block] = []
         for sample in result["worst"]:
@@ -347,12 +319,13 @@ def _worst(report: Report) -> list[Block]:
             demonstrations = [f"{d['text']} → {d['label']}" for d in sample["demonstrations"]]
             table = Table(["Label", SCORES[result["score"]][1], "Role"], rows)
             blocks += [Quote(sample["text"], title=title), table, Items(demonstrations, "Demonstrations")]
-        folds += [Fold(f"{result['title']}, {model.name}", blocks, number)] if blocks else []
-    return folds
+        if blocks:
+            folds.setdefault(result["title"], []).append(Fold(model.name, blocks, number))
+    return [Fold(title, models) for title, models in folds.items()]
 
 
-def _settings(report: Report) -> Table:
-    """Return the settings of each task. Models with the same settings share a row."""
+def _settings(report: Report) -> list[Block]:
+    """Return the settings that differ, in rows of models and tasks with the same ones, and the others."""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for _, model, result in _cells(report):
         conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
@@ -366,14 +339,17 @@ def _settings(report: Report) -> Table:
     names = ["Rows", *SETTINGS.values()]
     columns = list(zip(*(values for _, *values in kinds), strict=True))
     differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    shared = [f"{names[i].lower()} {c[0]}" for i, c in enumerate(columns) if i not in differing]
+    shared = [[names[i], c[0]] for i, c in enumerate(columns) if i not in differing]
     rows = [[key[0], ", ".join(m), *(key[i + 1] for i in differing)] for key, m in kinds.items()]
-    caption = f"Shared settings: {'; '.join(shared) or 'none'}."
-    return Table(["Task", "Models", *(names[i] for i in differing)], rows, caption, len(names) + 2)
+    head = ["Task", "Models", *(names[i] for i in differing)]
+    return [
+        Table(head, rows if differing else [], words=len(head), label="Settings that differ"),
+        Table(["Setting", "Value"], shared, words=2, label="Shared settings"),
+    ]
 
 
 def _provenance(report: Report, metadata: dict[str, str]) -> list[Block]:
-    rows: list[Row] = []
+    rows: list[list[Any]] = []
     for model in report.everyone:
         facts = [f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in model.facts.items()]
         origin = [str(model.description["path"]), f"weights {model.description['weights'][:16]}"]

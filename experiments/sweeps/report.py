@@ -18,9 +18,10 @@ from emo.common.report.document import (
     ReportSection,
     Row,
     Table,
+    drawn,
     estimated,
 )
-from emo.common.report.figure import Cells, Dots, Figure
+from emo.common.report.figure import Cells, Figure
 from emo.common.report.numbers import DASH, Effect, format_interval, formatted
 from emo.eval.results.stats import holm
 
@@ -189,13 +190,13 @@ def evidence_document(results: Json, titles: Mapping[str, tuple[str, str]]) -> D
     sections.append(ReportSection("What was left out", Items(reasons)))
     sections.append(ReportSection("What was cut", Items(results["cut"])))
     effects = []
-    for i, verdict in enumerate(verdicts.values()):
+    for verdict in verdicts.values():
         values = [x for key in ("effect", "low", "high") if (x := number(verdict.get(key))) is not None]
-        effects += [Effect(verdict["question"], i, 0, *values)] if len(values) == 3 else []
+        effects += [Effect(verdict["question"], 1, 0, *values)] if len(values) == 3 else []
     about = "Objectives with a known and with an unknown true distribution. "
     about += f"Code {results['code']}, {results['minutes']} min."
-    caption = "Right of the dotted line is an improvement."
-    picture = Figure("Answers", [Dots("Better by", effects, 0.0)], caption)
+    rows: list[Row] = [[effect.label, *drawn(effect, "{:+.4f}")] for effect in effects]
+    picture = Table(["Question", "← worse · better →", "Better by"], rows)
     return Document("The evidence", _verdict_sentences(verdicts), about, sections, picture, data=results)
 
 

@@ -11,20 +11,11 @@ from urllib.parse import quote
 
 import yaml
 
-from emo.common.report.document import (
-    Cell,
-    Document,
-    Fold,
-    Items,
-    Quote,
-    ReportSection,
-    Row,
-    Table,
-    estimated,
-)
-from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, finite_points
-from emo.common.report.numbers import DASH, Effect, describe_changes, formatted, join_words
+from emo.common.report.document import Cell, Document, Fold, Items, Quote, ReportSection, Row, Table, drawn
+from emo.common.report.figure import Curve, Curves, Figure, Points, choose_series, finite_points, mean_points
+from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe, formatted, join_words
 
+from ..control.run_dir import EXPORT
 from ..monitor.console import duration
 from ..monitor.validation import Change
 from .runs import KILLED, Gain, RecordedRun, compute_gains, describe_end
@@ -35,28 +26,30 @@ UNIT = "nats per token"
 EVALUATION = ("report.html", "results.json")  # files of an evaluation, which runs link to
 # Quantities drawn over training, in order: key in metrics.jsonl, title, key on held-out data.
 QUANTITIES = (
-    ("nll", "Loss in nats per token (NLL)", "validation_nll"),
+    ("nll", "Loss, nats per token", "validation_nll"),
     ("loss", "Training objective", "validation_loss"),
-    ("demd", "Expected transport cost (DEMD)", "validation_demd"),
+    ("demd", "Embedding distance to the target (DEMD)", "validation_demd"),
     ("divergence", "Divergence from the teacher", "validation_divergence"),
     ("grad_norm", "Gradient norm before clipping", ""),
     ("lr", "Learning rate", ""),
     ("tokens_per_s", "Supervised tokens per second", ""),
-    ("mfu", "Model FLOPs utilisation (MFU)", ""),
+    ("mfu", "GPU utilisation (MFU)", ""),
     ("memory_gib", "Peak memory of rank 0's GPU, GiB", ""),
     ("skipped", "Skipped steps", ""),
 )
+STATES_OF_A_STEP = ("lr", "memory_gib", "skipped")  # no means since the previous record
 CURVES = (
-    "Each point is the mean since the previous record. Circles are held-out data. Above 400 records the line "
-    "is a mean of neighbours, and the band shows their range."
+    "Points are means since the previous record. A short last record is joined with the one before. Circles "
+    "are held-out data. Above 400 records the line is a mean of neighbours, and the band is their range."
 )
 CHANGES = (
-    "Nats per token, paired over documents. A negative change is a gain. The verdict is clear if the 95 % "
-    "interval excludes zero."
+    "Change of the held-out loss since step 0 in nats per token, with 95 % intervals, paired by document. "
+    "Left of zero is an improvement. A change is clear if its interval excludes zero."
 )
+ONE_RUN = "The intervals cover the choice of held-out documents, not the training seed."
 SUMMARY = (
-    "Tokens: supervised tokens. Losses: the last NLL in nats per token. Skipped: steps that were not applied "
-    "because the gradient was not finite. Time: training only, without saving, validation and loading."
+    "Tokens: supervised tokens. Losses: the last ones in nats per token. Skipped: steps that were not "
+    "applied because the gradient was not finite. Time: only training, no saving, validation or loading."
 )
 LAUNCHED = "A launch that was killed has no end. The next launch repeated the steps after its last save."
 MIXED = "A mixture applies to the steps after the given one, until the next. Shares need not add up to 1."
@@ -69,11 +62,9 @@ SUMMARY_HEAD = ["Run", "State", "From", "Objective", "Steps", "Tokens", "Loss", 
 SUMMARY_HEAD += ["Skipped", "Time"]
 LAUNCH_HEAD = ["Run", "How it ended", "Device", "Began", "After step", "Ended", "At step", "Ranks", "Hosts"]
 LAUNCH_HEAD += ["ZeRO stage", "Rows per pass"]
-PLAN_HEAD = ["Run", "Seconds per step", "Tokens per second", "MFU", "Peak memory, GiB"]
-VERDICTS = {1: ("lost", "worse"), -1: ("gained", "better"), 0: ("no clear change", "unclear")}
+PLAN_HEAD = ["Run", "Seconds per step", "Tokens per second", "GPU utilisation (MFU)", "Peak memory, GiB"]
+VERDICTS = {1: ("worse", "worse"), -1: ("improved", "better"), 0: ("no clear change", "unclear")}
 STATES = {"finished": "better", KILLED: "worse", "failed": "worse"}
-
-Effects = dict[str, list[Effect]]  # by validation set, or all of a single run together
 
 
 def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Document:
@@ -86,11 +77,11 @@ def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Do
     several = len(runs) > 1
     gains = compute_gains(runs)
     ranked = sorted(runs, key=lambda run: (run is not runs[0], last_loss(run)))
+    series = choose_series([_series_name(run, runs) for run in ranked[:COLOURED]])
     for n, run in enumerate(ranked):
-        run.series = n if n < COLOURED else None
+        run.series = series[n] if n < COLOURED else None
         run.mark = run.series if several else ""
-    effects = _effects(gains, several)
-    picture, curves = _figures(ranked, effects, over)
+    picture, curves = _figures(ranked, gains, over)
     mixtures = [
         [_name(run), m["mixture"] or "none: all rows", m["step"]]
         for run in runs
@@ -98,7 +89,6 @@ def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Do
     ]
     bad = [[_name(run), r["step"], r["reason"], str(r.get("nll", DASH))] for run in runs for r in run.bad]
     sections = [
-        ReportSection("Gained and lost", _gains_table(gains, runs[0].name if several else "")),
         ReportSection("Runs", Table(SUMMARY_HEAD, [_summary_row(run) for run in runs], SUMMARY, 4)),
         ReportSection("Curves", curves),
         ReportSection(
@@ -115,31 +105,35 @@ def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Do
     ]
     about = f"{len(runs)} runs." if several else f"Run {runs[0].path}."
     title = f"Run report: {join_words([run.name for run in runs])}"
-    remarks = [remark for run in runs for remark in run.remarks]
+    remarks = [ONE_RUN] if several and any(gain.against_first for gain in gains) else []
+    remarks += [remark for run in runs for remark in run.remarks]
     data = [gain.as_json() for gain in gains]
-    return Document(title, _answer(runs, effects), about, sections, picture, remarks, data=data)
+    return Document(title, _answer(runs, gains), about, sections, picture, remarks, data=data)
 
 
-def _effects(gains: Sequence[Gain], several: bool) -> Effects:
-    effects: Effects = {}
-    for gain in gains:
-        if (c := gain.change) is not None:
-            title, name = (gain.set, gain.run.name) if several else ("Since step 0", gain.set)
-            effect = Effect(name, gain.run.series, c.direction, c.value, c.low, c.high)
-            effects.setdefault(title, []).append(effect)
-    return effects
+def _series_name(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
+    """Return the name that decides how a run is drawn: its objective, or "" if the others started from it."""
+    origins = [Path(str(other.config.get("model", {}).get("path"))).resolve() for other in runs]
+    return "" if (run.path / EXPORT).resolve() in origins else _objective(run)
 
 
-def _figures(ranked: Sequence[RecordedRun], effects: Effects, over: str) -> tuple[Figure, Figure]:
-    """Return the picture at the top of the report and the section of curves, for runs with the best first.
+def _objective(run: RecordedRun) -> str:
+    objective = run.config.get("objective", {})
+    return " + ".join(part["name"] for part in objective.get("sum") or ()) or str(objective.get("name", ""))
 
-    The picture is the first curve if no set was measured twice.
+
+def _figures(
+    ranked: Sequence[RecordedRun], gains: Sequence[Gain], over: str
+) -> tuple[Figure | Table, Figure]:
+    """Return the picture at the top and the section of curves, for runs with the best first.
+
+    The picture is the first curve if there is no held-out loss to report.
     """
+    several = len(ranked) > 1
     panels = _curves(ranked[::-1], over)
-    legend = [(run.series, run.name) for run in ranked if run.series is not None] if len(ranked) > 1 else ()
+    legend = [(run.series, run.name) for run in ranked if run.series is not None] if several else ()
     greys = [run.name for run in ranked if run.series is None]
-    caption = f"Change of the held-out loss since step 0 in {UNIT}. Left of zero is an improvement."
-    picture = Figure("Gained and lost", [Dots(title, rows, 0.0) for title, rows in effects.items()], caption)
+    picture: Figure | Table = _gains_table(gains, ranked[0].name if several else "")
     if not picture and panels:
         picture = Figure("Curve", panels[:1], "", legend, greys)
         panels = panels[1:]
@@ -158,9 +152,8 @@ def _evaluation_links(runs: Sequence[RecordedRun], folder: Path) -> dict[str, st
 
 def last_loss(run: RecordedRun) -> float:
     """Return the last loss after step 0, or infinity: held-out if there is one set, else of training."""
-    return (_held_out_after_start(run) or finite_points(run.trained, "step", "nll") or [(0, float("inf"))])[
-        -1
-    ][1]
+    points = _held_out_after_start(run) or mean_points(run.trained, "step", "nll")
+    return points[-1][1] if points else math.inf
 
 
 def _held_out_after_start(run: RecordedRun) -> Points:
@@ -177,19 +170,23 @@ def _name(run: RecordedRun) -> Cell:
     return Cell(run.name, mark=run.mark)
 
 
-def _answer(runs: Sequence[RecordedRun], effects: Effects) -> list[str]:
-    """Return sentences on the change of each validation set, or on the loss, and on the runs' states."""
+def _answer(runs: Sequence[RecordedRun], gains: Sequence[Gain]) -> list[str]:
+    """Return sentences on differences between runs, on changes since step 0, and on the runs' states."""
     several = len(runs) > 1
-    answer = []
-    for title, group in effects.items():
-        names = [e.label if several else f"the loss on {e.label}" for e in group]
-        signs = [(-e.direction, -e.value, -e.high, -e.low) for e in group]  # a lower loss is an improvement
-        gained = [Effect(name, None, *sign) for name, sign in zip(names, signs, strict=True)]
-        answer.append(f"{f'On {title}' if several else title}, {describe_changes(gained, UNIT, '{:.3f}')}.")
-    if len(answer) in range(1, 4):
-        answer = [" ".join(answer)]
-    elif not answer:
-        answer = [_describe_last_loss(runs)]
+    answer: list[str] = []
+    for name in dict.fromkeys(gain.set for gain in gains if gain.against_first):
+        pairs = [(g.run.name, g.against_first) for g in gains if g.set == name]
+        effects = [_improvement(label, change) for label, change in pairs if change]
+        start = f"On {name}" if answer else f"Compared with {runs[0].name} on {name}"
+        answer.append(f"{start}, {describe(effects, COMPARED, UNIT, '{:.3f}')}.")
+    for name in dict.fromkeys(gain.set for gain in gains) if several else [""]:
+        changes = [
+            (g.run.name if several else f"the loss on {g.set}", g) for g in gains if name in ("", g.set)
+        ]
+        if effects := [_improvement(label, g.change) for label, g in changes if g.change]:
+            start = f"Since step 0 on {name}" if several else "Since step 0"
+            answer.append(f"{start}, {describe(effects, CHANGED, UNIT, '{:.3f}')}.")
+    answer = answer or _describe_last_loss(runs)
     states: dict[str, list[str]] = {}
     for run in runs:
         states.setdefault(f"{run.state} at step {run.progress}", []).append(run.name)
@@ -197,47 +194,60 @@ def _answer(runs: Sequence[RecordedRun], effects: Effects) -> list[str]:
     return [*answer, f"{'; '.join(names)}."] if len(states) < 5 else answer
 
 
-def _describe_last_loss(runs: Sequence[RecordedRun]) -> str:
+def _improvement(name: str, change: Change) -> Effect:
+    """Return a change of a loss with the opposite sign, so that positive is better."""
+    return Effect(name, None, -change.direction, -change.value, -change.high, -change.low)
+
+
+def _describe_last_loss(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the lowest loss of the runs, and why there is no change to report."""
-    best = min(runs, key=last_loss)
-    lowest = f" of {best.name}, the lowest of {len(runs)}," if len(runs) > 1 else ""
-    known = f"The last loss{lowest} is {last_loss(best):.4g} {UNIT}"
-    known = known if math.isfinite(last_loss(best)) else "No training loss is recorded yet"
-    reason = "there is no measurement before training to compare it with"
+    best, *others = sorted(runs, key=last_loss)
+    known = "No training loss is recorded yet"
+    if math.isfinite(last_loss(best)):
+        known = f"The last loss is {last_loss(best):.4g} {UNIT}"
+        if others and math.isfinite(last_loss(others[0])):
+            gap = last_loss(others[0]) - last_loss(best)
+            known = f"{best.name} has the lowest last loss, {last_loss(best):.4g} {UNIT}, "
+            known += f"{formatted(gap, '{:.3g}')} below {others[0].name}"
+    reason = "There is no measurement before training to compare it with"
     if best.held_out and all(records[-1]["step"] == 0 for records in best.held_out.values()):
-        reason = "the held-out loss was measured at step 0 only, not again yet"
-    return f"{known}; {reason}."
+        reason = "The held-out loss was measured at step 0 only, not again yet"
+    return [f"{known}.", f"{reason}."]
 
 
 def _gains_table(gains: Sequence[Gain], first: str) -> Table:
     """Return the table of changes. Several runs are compared with the run `first`."""
-
-    def cell(change: Change | None) -> Cell | None:
-        return change and estimated(change.value, change.low, change.high, "{:+.4f}")
-
     rows: list[Row] = []
-    for run, name, step, start, end, change, against in gains:
+    for i, (run, name, step, start, end, change, against) in enumerate(gains):
         verdict, tone = VERDICTS[change.direction] if change else ("not comparable", "quiet")
         if start is None or (change and not change.interval):
             verdict = "not measured at step 0" if start is None else "too few documents"
             tone = "quiet"
         losses = [formatted(value, "{:.4f}") for value in (start, end)]
-        row = [Cell(verdict, tone=tone), cell(change), *losses, step, change and change.documents]
-        rows.append([name, _name(run), *row, cell(against)] if first else [name, *row])
-    head = ["Verdict", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
-    head = ["Set", "Run", *head, f"Against {first}"] if first else ["Set", *head]
+        row = [Cell(verdict, tone=tone), *_drawn(run, change), *losses, step, change and change.documents]
+        title = Cell(name, tone="again" * (i > 0 and gains[i - 1].set == name))
+        rows.append([title, _name(run), *row, _drawn(run, against)[1]] if first else [title, *row])
+    head = ["Verdict", "← better · worse →", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
+    head = ["Held-out set", "Run", *head, f"Against {first}"] if first else ["Held-out set", *head]
     return Table(head, rows, CHANGES, 3 if first else 2)
+
+
+def _drawn(run: RecordedRun, change: Change | None) -> list[Cell]:
+    if change is None:
+        return [Cell(""), Cell(DASH)]
+    return drawn(Effect("", run.series, 0, change.value, change.low, change.high), "{:+.4f}")
 
 
 def _summary_row(run: RecordedRun) -> Row:
     state = run.state
-    objective = run.config.get("objective", {})
     origin = str(run.config.get("model", {}).get("path") or "a new model")
-    minimised = " + ".join(part["name"] for part in objective.get("sum") or ()) or objective.get("name")
-    texts = [Cell(state, tone=STATES.get(state.split(":")[0], "unclear")), origin, minimised, run.progress]
+    about = Cell(state, tone=STATES.get(state.split(":")[0], "unclear"))
+    texts = [about, origin, _objective(run) or DASH, run.progress]
     last = run.trained[-1] if run.trained else {}
-    held_out = [y for _, y in _held_out_after_start(run)]
-    losses = [formatted(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
+    losses = [
+        formatted(points[-1][1] if points else None, "{:.4g}")
+        for points in (mean_points(run.trained, "step", "nll"), _held_out_after_start(run))
+    ]
     skipped, seconds = (sum(r.get(key, 0) for r in run.trained) for key in ("skipped", "seconds"))
     return [_name(run), *texts, last.get("tokens"), *losses, skipped, duration(seconds)]
 
@@ -251,9 +261,10 @@ def _curves(runs: Sequence[RecordedRun], over: str) -> list[Curves]:
     excluded = {"loss": is_mle, "skipped": not any(r.get("skipped") for r in records)}
     drawn: dict[str, list[tuple[Points, Points]]] = {}  # a line and circles of each run, by title
     for key, title, held_out in QUANTITIES:
+        read = finite_points if key in STATES_OF_A_STEP else mean_points
         if not excluded.get(key):
             drawn[title] = [
-                (finite_points(run.trained, over, key), _held_out(run, held_out, over) if single else [])
+                (read(run.trained, over, key), _held_out(run, held_out, over) if single else [])
                 for run in runs
             ]
     for name in [] if single else dict.fromkeys(name for run in runs for name in run.held_out):
@@ -263,7 +274,7 @@ def _curves(runs: Sequence[RecordedRun], over: str) -> list[Curves]:
         parts = [
             [r.get("domains", {}).get(name, {}) | {over: r.get(over)} for r in run.trained] for run in runs
         ]
-        drawn[f"Loss on domain {name}"] = [(finite_points(part, over, "nll"), []) for part in parts]
+        drawn[f"Loss on domain {name}"] = [(mean_points(part, over, "nll"), []) for part in parts]
     unit = "steps" if over == "step" else "tokens"
     return [
         Curves(title, [Curve(run.series, *p) for run, p in zip(runs, points, strict=True) if any(p)], unit)

@@ -17,6 +17,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.addresses: list[str] = []
         self.ids: list[str | None] = []
+        self.images = 0  # without those that only decorate
         self.labels: list[str] = []
         self.tables: list[list[list[str]]] = []  # rows of texts; notes stand behind a space
         self.headings: list[tuple[str, str]] = []
@@ -28,7 +29,7 @@ class Page(HTMLParser):
         levels = [int(name[1]) for name, _ in self.headings]
         assert all(b - a < 2 for a, b in pairwise(levels)), "a heading level is left out"
         assert len(set(self.ids)) == len(self.ids) and len(set(self.labels)) == len(self.labels)
-        assert self.tags.count("svg") == sum(label.startswith("img ") for label in self.labels)
+        assert self.images == sum(label.startswith("img ") for label in self.labels)
         inside = {f"#{name}" for name in self.ids}
         assert all(a in inside for a in self.addresses if a.startswith("#")), "a link leads nowhere"
         assert not [a for a in self.addresses if "://" in a], "an address outside the file"
@@ -37,6 +38,7 @@ class Page(HTMLParser):
         self.tags.append(tag)
         attributes = dict(attrs)
         self.addresses += [v or "" for n, v in attrs if n in ("src", "href", "xlink:href", "data")]
+        self.images += tag == "svg" and "aria-hidden" not in attributes
         self.ids += [attributes["id"]] if "id" in attributes else []
         if attributes.get("role") in ("img", "region"):
             self.labels.append(f"{attributes['role']} {attributes['aria-label']}")

@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from emo.common.report import figure
-from emo.common.report.document import Cell, Document, Fold, Items, Quote, ReportSection, Table
-from emo.common.report.figure import Curve, Curves, Dots, Figure
+from emo.common.report.document import (
+    HEADLINE,
+    Cell,
+    Document,
+    Fold,
+    Items,
+    Quote,
+    ReportSection,
+    Table,
+    drawn,
+)
+from emo.common.report.figure import Curve, Curves, Figure, choose_series, mean_points
 from emo.common.report.numbers import DASH, Effect
 from emo.common.text import printable
 from tests.helpers.html import Page
@@ -25,7 +35,9 @@ def document(name: str = "a name", answer: str = "An answer.") -> Document:
     cells = [Cell(name, "a note", mark=1), Cell("12.5", "11.0 to 14.0", "better"), 1234, None]
     dots = [Effect(name, 1, 0, 12.5, 11.0, 14.0), Effect("alone", 2, 0, 12.0, math.nan, math.nan)]
     curves = Curves(name, [Curve(0, [(1.0, 2.0)], [(1.0, 3.0)])])
-    panels = Figure(name, [Dots(name, dots, 0.0), curves], name, [(0, name)], [name])
+    panels = Figure(name, [curves], name, [(0, name)], [name])
+    rows = [[e.label, *drawn(e, "{:.1f}"), 1, 2] for e in dots]
+    forest = Table(["Series", "Plot", "Value", "n", "m"], rows)
     fold = Fold(name, [Quote(name, name, name)], 1)
     sections = [
         ReportSection(
@@ -33,7 +45,8 @@ def document(name: str = "a name", answer: str = "An answer.") -> Document:
         ),
         ReportSection("Never", Table(["x"], []), "text alone"),
     ]
-    return Document(name, [answer, name], name, sections, None, [name], name, {"x": math.inf})
+    answers = [answer, "Another.", f"{name} {'word ' * HEADLINE}"]
+    return Document(name, answers, name, sections, forest, [name], {"x": math.inf})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,19 +62,30 @@ def test_all_text_is_escaped(name: str) -> None:
 def test_html_and_markdown_have_the_same_numbers_and_begin_with_the_answer() -> None:
     page, markdown = Page(document().html()), document().markdown()
     (row,) = page.table("Model")
+    first, _ = page.table("Series")
+    assert [first[key] for key in ("Series", "Value", "n")] == ["a name", "12.5 11.0 to 14.0", "1"]
     assert list(row.values()) == ["a name a note", "12.5 ↑ 11.0 to 14.0", "1,234", DASH]
     assert f"| a name (a note) | 12.5 ↑ (11.0 to 14.0) | 1,234 | {DASH} |" in markdown
     assert "default-src 'none'" in document().html()
-    assert page.answer == "An answer." and markdown.startswith("# An answer.\n")
+    assert page.answer == "An answer. Another." and markdown.startswith("# An answer. Another.\n")
 
 
 def test_curves_keep_spikes_and_series_differ_by_more_than_colour() -> None:
     """Many points are reduced to a few hundred, with a band up to the maximum."""
     points = [(float(i), 6.0 if i % 9000 == 7 else 1.0) for i in range(100_000)]
-    drawn = figure.svg(Curves("loss", [Curve(0, points)]), "f", 3)
-    assert len(drawn) < 60_000 and "fill-opacity" in drawn and ">6</text>" in drawn
+    image = figure.svg(Curves("loss", [Curve(0, points)]), "f", True)
+    assert len(image) < 60_000 and "fill-opacity" in image and ">6</text>" in image
     looks = [figure.style(i) for i in range(40)]
     assert len(set(looks)) == 40 and len({marker for _, marker, _ in looks[1:7]}) == 6
+    chosen = [choose_series(names) for names in (["", "mle", "emo", "emo", "other"], ["emo", "mle", "other"])]
+    assert chosen[0][:3] == [0, 1, 2] and chosen[1] == [2, 1, chosen[0][4]], "the same on all pages"
+    assert len(set(chosen[0])) == 5
+
+
+def test_a_short_last_record_does_not_end_a_curve_in_a_jump() -> None:
+    records = [{"step": step, "nll": nll} for step, nll in ((10, 4.0), (20, 3.0), (22, 1.0))]
+    assert mean_points(records, "step", "nll") == [(10, 4.0), (22, pytest.approx((10 * 3 + 2 * 1) / 12))]
+    assert mean_points(records[:2], "step", "nll") == [(10, 4.0), (20, 3.0)]
 
 
 def test_where_a_report_is_written(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from emo.common.report.document import HEADLINE
 from emo.common.report.numbers import p_value
 from emo.data_prep.selection.contamination import SHARED, digest
 from emo.eval.report.compare import compare_models, find_regression, gate
@@ -16,6 +17,7 @@ from emo.eval.report.gather import Report
 from emo.eval.report.page import document
 from emo.eval.results import store
 from emo.eval.results.directory import find_model, read_models
+from tests.helpers import picture
 from tests.helpers.evaluating import command, is_mistake, read_lines, tiny_model
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused
@@ -93,7 +95,13 @@ def test_prompts_that_lost_demonstrations_are_the_first_line_and_fail_gates(tmp_
     with refused("lost-demonstrations"):
         gate([find_regression(*(find_model(read_models([tmp_path]), name) for name in ("long", "short")))])
     page = document(Report([tmp_path], chosen=["long"]))
-    assert "12 of 40" in page.answer[0] and any("12 of 40" in remark for remark in page.remarks)
+    assert any("12 of 40" in remark and "different prompts" in remark for remark in page.remarks)
+
+
+def test_the_picture_in_the_readme_is_current(tmp_path: Path) -> None:
+    data = picture.PICTURE.read_bytes()
+    assert picture.source(picture.write_page(tmp_path)) in data, "run make report-picture"
+    assert len(data) <= 300_000
 
 
 TASKS = "sst2,mmlu"
@@ -208,9 +216,12 @@ def test_models_are_compared_with_the_models_they_were_trained_from(tmp_path: Pa
                         ("mle", "emo"), ("big", "big_mle")}  # fmt: skip
     mean = next(c for c in numbers["mean_comparisons"] if (c["baseline"], c["model"]) == ("base", "mle"))
     limits = " to ".join(f"{100 * mean['interval'][key]:+.1f}" for key in ("low", "high"))
-    row = next(row for row in page.table("Model", "Verdict", "Mean") if row["Model"].startswith("mle"))
-    assert row["Mean"] == f"+40.0 ↑ {limits}, {p_value(mean['p'])}" and f"+40.0 ↑ ({limits}" in markdown
-    assert len(numbers["answer"]) == 2
+    row = next(row for row in page.table("Model", "Verdict") if row["Model"] == "mle against base")
+    assert row["Points, 95 % interval"] == f"+40.0 ↑ {limits}, {p_value(mean['p'])}"
+    assert f"+40.0 ↑ ({limits}" in markdown
+    assert len(page.answer.split()) <= HEADLINE, "the sentences about other baselines are below"
+    tasks = [row["Model"] for row in page.table("Task", "Model") if row["Task"] == "trec"]
+    assert set(tasks) == {f"{model} against {baseline}" for baseline, model in compared}
     chosen = written(tmp_path, chosen=["mle"])[2]
     assert {c["baseline"] for c in chosen["mean_comparisons"]} == {"mle"} == {chosen["baseline"]}
     assert len(chosen["mean_comparisons"]) == 5
@@ -232,4 +243,4 @@ def test_the_report_shows_text_errors_and_damaged_files(tmp_path: Path) -> None:
     text = document(Report([tmp_path])).html()
     assert [f"{name} upon" in text for name in weights] == [True, True, False]
     assert "Data row 4: a, answered b" in text  # the third of every second row
-    assert f"b, trec: {chunk.parent}" in text
+    assert f"trec, b against a: {chunk.parent}" in text

@@ -226,15 +226,18 @@ def test_the_command_links_evaluations_and_writes_json(tmp_path: Path) -> None:
 
 
 def test_runs_are_compared_with_their_start_and_with_each_other(runs: tuple[Path, Path]) -> None:
-    _, page = render(*runs)
-    assert "plain improves by 0.500" in page.answer and "replay improves by 0.400" in page.answer
-    assert "plain gets worse by 0.250" in page.answer and "replay shows no clear change" in page.answer
-    keys = ("Set", "Run", "Verdict", "Loss at step 0", "Loss now", "At step", "Documents", "Against plain")
-    rows = page.table("Set", "Run")
+    text, page = render(*runs)
+    assert page.answer.startswith("Compared with plain on news, replay is worse by 0.100")
+    assert "On stories, replay is better by 0.250" in page.answer
+    assert "plain improves by 0.500 nats per token and replay by 0.400" in text
+    assert "plain gets worse by 0.250 nats per token, and replay shows no clear change" in text
+    keys = ["Held-out set", "Run", "Verdict", "Loss at step 0", "Loss now", "At step", "Documents"]
+    keys += ["Against plain"]
+    rows = page.table("Held-out set", "Run")
     assert [[r[key].split(" ")[0] for key in keys] for r in rows] == [
-        ["news", "plain", "gained", "3.0000", "2.5000", "40", "50", DASH],
-        ["news", "replay", "gained", "3.0000", "2.6000", "40", "50", "+0.1000"],
-        ["stories", "plain", "lost", "1.0000", "1.2500", "40", "50", DASH],
+        ["news", "plain", "improved", "3.0000", "2.5000", "40", "50", DASH],
+        ["news", "replay", "improved", "3.0000", "2.6000", "40", "50", "+0.1000"],
+        ["stories", "plain", "worse", "1.0000", "1.2500", "40", "50", DASH],
         ["stories", "replay", "no", "1.0000", "1.0001", "40", "50", f"{MINUS}0.2499"],
     ]
     low, high = (float(limit) for limit in rows[2]["Change"].split(" ", 1)[1].split(" to "))
@@ -249,10 +252,10 @@ def test_verdicts_without_a_pair_of_measurements(tmp_path: Path) -> None:
     write_validation(run, "short", {0: 3.0, 40: 2.0}, tokens=np.full(4, 10_000))
     append(run / run_dir.METRICS, {"step": 40, "set": "../../up", "validation_nll": 1.0})
     _, page = render(run)
-    assert {row["Set"]: row["Verdict"] for row in page.table("Set", "Verdict")} == {
+    assert {row["Held-out set"]: row["Verdict"] for row in page.table("Held-out set", "Verdict")} == {
         "lost": "not comparable", "late": "not measured at step 0", "short": "too few documents",
     }  # fmt: skip
-    assert "without an interval" in page.answer
+    assert "(no interval)" in page.answer
     with refused("no-verdict"):
         regressions(read_runs([run]), ["short"])
 
