@@ -88,7 +88,7 @@ def test_a_custom_objective_and_a_schedule_train(folder: Path) -> None:
         assert record["loss"] == pytest.approx(record["nll"], rel=1e-6)
 
 
-@pytest.mark.parametrize("arguments", [["--part", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])
+@pytest.mark.parametrize("arguments", [["--shard", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])
 def test_invalid_arguments_exit_with_code_2(folder: Path, arguments: list[str]) -> None:
     model = [] if "--model" in arguments else ["--model", str(folder / "model")]
     assert main(["score", str(folder / "recipe.yaml"), *model, *arguments]) == 2
