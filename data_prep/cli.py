@@ -33,7 +33,8 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
     _add_prepare(commands, recipe or DataConfig)
     inspect = commands.add_parser(
         "inspect",
-        description="Show rows of prepared data as the trainer reads them, with the supervised tokens in colour.",
+        description="Show rows of prepared data as the trainer reads them, with the supervised tokens in "
+        "colour.",
         examples=["emo inspect runs/quickstart/data/pretrain --rows 1"],
     )
     inspect.add_argument("directory", type=Path, metavar="DIR", help="prepared directory, or one split of it")
@@ -41,9 +42,9 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
     inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows (%(default)s)")
     verify = commands.add_parser(
         "verify",
-        description="Check prepared data: the hashes and counts of all shards, the settings, the tokenizer and "
-        "every row. The beginnings of a few documents of each shard are encoded again and compared. The source "
-        "files are not read, because each prepare job compares their hashes.",
+        description="Check prepared data: the hashes and counts of all shards, the settings, the tokenizer "
+        "and every row. The beginnings of a few documents of each shard are encoded again and compared. The "
+        "source files are not read, because each prepare job compares their hashes.",
         examples=["emo verify runs/quickstart/data/pretrain"],
         notes={ExitCode.MISTAKE: "the data are damaged, or invalid input"},
     )
@@ -74,8 +75,8 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
 def _add_prepare(commands: Any, section: type[Section]) -> None:
     parser = commands.add_parser(
         "prepare",
-        description="Tokenize the data of a recipe into shards. Run the same command again to make the shards "
-        "that are missing. The directory is data.dir of the recipe.",
+        description="Tokenize the data of a recipe into shards. Run the same command again to make the "
+        "shards that are missing. The directory is data.dir of the recipe.",
         examples=[
             "emo prepare launch/recipes/quickstart-pretrain.yaml",
             "emo prepare launch/recipes/quickstart-pretrain.yaml data.seed=1 data.dir=runs/other --workers 2",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import emo.common.packages  # noqa: F401 - must come first
-
-if TYPE_CHECKING:
-    import argparse
 
 
 class Command(NamedTuple):
@@ -101,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         return main([words[1], "--help"])
     from emo import __version__
     from emo.common.cli.commands import parse_arguments
-    from emo.common.errors import ExitCode
+    from emo.common.errors import ExitCode, similar
 
     if words[:1] == ["version"]:
         print(f"emo {__version__}")
@@ -114,8 +112,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return ExitCode.DONE
     if not line and not words[0].startswith("-"):
-        from emo.common.errors import similar
-
         match = next((name for name, others in OTHER_COMMANDS.items() if words[0] in others.split()), None)
         match = match or similar(words[0], [*COMMANDS, *OWN])
         hint = f"did you mean `emo {match}`?" if match else "`emo help` lists the commands"
@@ -142,7 +138,7 @@ def _top_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"emo {__version__}", help="print the version")
     # The description lists the commands. This action completes them in the shell.
-    parser.add_argument("command", nargs="?", choices=[*COMMANDS, *OWN], help="==SUPPRESS==")
+    parser.add_argument("command", nargs="?", choices=[*COMMANDS, *OWN], help=argparse.SUPPRESS)
     return parser
 
 

@@ -26,8 +26,8 @@ def add_arguments(subparsers: Any) -> None:
     """Add the command `chat` with its arguments."""
     command = subparsers.add_parser(
         "chat",
-        description="Talk to a chat model in the terminal. The conversation uses the chat template that the model "
-        "was trained with. Ctrl-D ends it.",
+        description="Talk to a chat model in the terminal. The conversation uses the chat template that the "
+        "model was trained with. Ctrl-D ends it.",
         examples=["emo chat runs/mine/export --temperature 0.7"],
     )
     add = command.add_argument

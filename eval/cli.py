@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "eval",
-        description="Score a model on classification tasks and store the results. Finished parts are kept, so "
-        "the same command resumes, and several processes share the work.",
+        description="Score a model on classification tasks and store the results. Finished parts are kept, "
+        "so the same command resumes, and several processes share the work.",
         examples=[
             "emo eval --model runs/quickstart/emo/export --name emo --data runs/quickstart/tasks",
             "emo eval --model openai-community/gpt2 --tasks sst2,ag_news --data hub --limit 200",
@@ -49,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     _add_watch(commands)
     commands.add_parser(
         "tasks",
-        description="List the tasks that `emo eval --tasks` accepts: their name, what they ask, the number of "
-        "classes, the metric, and the source of their data.",
+        description="List the tasks that `emo eval --tasks` accepts: their name, what they ask, the number "
+        "of classes, the metric, and the source of their data.",
         examples=["emo tasks"],
     )
 
@@ -79,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_watch(commands: Any) -> None:
     command = commands.add_parser(
         "watch",
-        description="Score each complete checkpoint of a training run exactly once, as soon as it is saved, and "
-        "update the report.",
+        description="Score each complete checkpoint of a training run exactly once, as soon as it is saved, "
+        "and update the report.",
         examples=["emo watch runs/quickstart/emo --data runs/quickstart/tasks --until_finished"],
         codes=GATED,
         notes={ExitCode.FAILURE: "some checkpoints could not be evaluated, or a failure that may pass"},
@@ -100,8 +100,8 @@ def _add_watch(commands: Any) -> None:
 def _add_report(commands: Any) -> None:
     command = commands.add_parser(
         "report",
-        description="Write a report on evaluations that compares all models with their baselines: report.html, "
-        "report.md and results.json.",
+        description="Write a report on evaluations that compares all models with their baselines: "
+        "report.html, report.md and results.json.",
         examples=["emo report runs/quickstart/results --run emo=runs/quickstart/emo --baseline base"],
     )
     add = command.add_argument
@@ -324,8 +324,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(args: argparse.Namespace) -> int:
-    commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
-    commands["tasks"] = _list_tasks
+    commands = {"eval": _run, "tasks": _list_tasks, "watch": _watch, "report": _report, "compare": _compare}
     others = {"answer": judging.run, "chat": chat.run, "judge": judging.run, "export": exporting.run}
     try:
         if args.command in commands:

@@ -52,6 +52,7 @@ class MapPosition(NamedTuple):
 
 def advise(config: RunConfig) -> int:
     """Print the advice for a recipe with prepared data and a pretrained model."""
+    assert config.model.path is not None
     data, held_out = open_prepared(config.data)
     cells = json.loads(MAP.read_text(encoding="utf-8"))
     V = data.manifest.vocab_size

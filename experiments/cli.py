@@ -39,8 +39,8 @@ def make_parsers() -> dict[str, Parser]:
     example = "experiments/configs/replay.yaml"
     sweep = Parser(
         prog="emo sweep",
-        description="Train and evaluate every combination of settings in an experiment file, and write the table "
-        "of the results. Combinations that are done are skipped, so the same command resumes.",
+        description="Train and evaluate every combination of settings in an experiment file, and write the "
+        "table of the results. Combinations that are done are skipped, so the same command resumes.",
         examples=[f"emo sweep {example} --dry_run", f"emo sweep {example} --slurm replay.sbatch --workers 4"],
         codes=(*ALWAYS, ExitCode.STOPPED),
         notes={ExitCode.FAILURE: "a run failed. The same command resumes"},
@@ -61,9 +61,9 @@ def make_parsers() -> dict[str, Parser]:
     add_recipe(table, noun="experiment")
     advise = Parser(
         prog="emo advise",
-        description="Predict whether EMO will beat MLE for a recipe. It measures with the recipe's model how well "
-        "the cost embedding predicts which tokens the model confuses on the prepared data, and looks up the "
-        "result of the most similar study with a known true distribution.",
+        description="Predict whether EMO will beat MLE for a recipe. It measures with the recipe's model "
+        "how well the cost embedding predicts which tokens the model confuses on the prepared data, and "
+        "looks up the result of the most similar study with a known true distribution.",
         examples=["emo advise launch/recipes/quickstart-continue.yaml"],
     )
     add_recipe(advise, RunConfig)

@@ -29,10 +29,10 @@ RECIPES = Path("launch/recipes")
 BIN = Path(sys.executable).parent
 RANKS = 2
 ABOUT = (
-    "Run the complete workflow on generated toy data. A small language model is pre-trained on one half of the "
-    "data. Training then continues on the other half, once with MLE and once with EMO. Eight tasks test both "
-    "halves. You need no GPU and no network. It takes about 7 minutes on two idle cores. Press Ctrl-C to stop. "
-    "The same command resumes."
+    "Run the complete workflow on generated toy data. A small language model is pre-trained on one half of "
+    "the data. Training then continues on the other half, once with MLE and once with EMO. Eight tasks test "
+    "both halves. You need no GPU and no network. It takes about 7 minutes on two idle cores. Press Ctrl-C "
+    "to stop. The same command resumes."
 )
 NOTICE = (
     "Toy tasks about a generated world, models of a few million parameters, and one training run each. The "

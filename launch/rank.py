@@ -143,12 +143,12 @@ def make_parser(called: str = "emo train") -> Parser:
     parser = Parser(
         prog=called,
         usage=f"{called.removeprefix('deepspeed ')} [options of deepspeed --] {options}",
-        description="Train a recipe with DeepSpeed on all GPUs of this host. If the run was stopped or failed, "
-        "the same command resumes it from its newest valid checkpoint. The options of the deepspeed command go "
-        "first, followed by --, for example to use fewer GPUs or several hosts.",
+        description="Train a recipe with DeepSpeed on all GPUs of this host. If the run was stopped or "
+        "failed, the same command resumes it from its newest valid checkpoint. The options of the deepspeed "
+        "command go first, followed by --, for example to use fewer GPUs or several hosts.",
         examples=[
             f"{called} launch/recipes/quickstart-pretrain.yaml --dry_run",
-            f"{called} launch/recipes/quickstart-pretrain.yaml train.learning_rate=1e-4 output_dir=runs/lower",
+            f"{called} launch/recipes/quickstart-pretrain.yaml train.seed=1 output_dir=runs/seed-1",
             f"{called} --num_gpus 2 -- launch/recipes/quickstart-pretrain.yaml",
         ],
         codes=(ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED),

@@ -57,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     preflight = commands.add_parser(
         "preflight",
-        description="Check that every host is ready to train a recipe. Start it as you start the training, with "
-        "one process per rank. It then also checks the network between the hosts.",
+        description="Check that every host is ready to train a recipe. Start it as you start the training, "
+        "with one process per rank. It then also checks the network between the hosts.",
         examples=["emo preflight launch/recipes/quickstart-pretrain.yaml"],
         notes={ExitCode.FAILURE: "a check failed"},
     )
@@ -80,8 +80,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        description="Predict the memory, the time per step and the duration of a recipe on given GPUs. You need "
-        "no GPU for it.",
+        description="Predict the memory, the time per step and the duration of a recipe on given GPUs. You "
+        "need no GPU for it.",
         examples=[
             "emo plan launch/recipes/llama-7b-wikitext103.yaml --gpus 8xA100-80G",
             "emo plan launch/recipes/llama-7b-wikitext103.yaml --gpus 8xH100-80G --best --write fast.yaml",
@@ -103,8 +103,8 @@ def _add_plan(commands: Any) -> None:
 def _add_score(commands: Any) -> None:
     parser = commands.add_parser(
         "score",
-        description="Store a model's log-probability of each token next to the prepared data of a recipe, for "
-        "objectives that compare with a reference or a teacher. Run the same command again to resume.",
+        description="Store a model's log-probability of each token next to the prepared data of a recipe, "
+        "for objectives that compare with a reference or a teacher. Run the same command again to resume.",
         examples=["emo score RECIPE --model openai-community/gpt2 --top_k 64 --name teacher"],
     )
     parser.set_defaults(work=_score)
@@ -123,8 +123,8 @@ def _add_score(commands: Any) -> None:
 def _add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report",
-        description="Write a page on training runs: curves, launches, planned and measured speed, and sampled "
-        "text. The runs may still be training.",
+        description="Write a page on training runs: curves, launches, planned and measured speed, and "
+        "sampled text. The runs may still be training.",
         examples=[
             "emo report runs/quickstart/mle runs/quickstart/emo --output_path runs/quickstart/curves.html",
             "emo report runs/quickstart/emo --json - --fail_on_regression validation",

@@ -1,4 +1,4 @@
-"""Command-line parsing: help with examples and exit codes, overrides anywhere, and hints for wrong options."""
+"""Command-line parsing: help with examples and exit codes, overrides anywhere, hints for wrong options."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ UNSUPPORTED_KEYS = {
         "ddp_timeout": "set train.timeout_minutes, in minutes instead of seconds",
         "gradient_accumulation_steps grad_accum gradient_accumulation": "remove it: it "
         "follows from train.global_batch_size (rows per step on all ranks) and train.micro_batch_size",
-        "resume resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir": "remove it: the same "
-        "command resumes from the newest checkpoint, and another output_dir starts a new run",
+        "resume resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir": "remove it: the "
+        "same command resumes from the newest checkpoint, and another output_dir starts a new run",
         "trust_remote_code": "custom code is never run; use a model that transformers supports",
         "fsdp fsdp_config": "FSDP is not supported: set deepspeed=ds_configs/zero3.json instead",
         "push_to_hub hub_model_id hub_token": "remove it, and upload the export after training",

@@ -20,8 +20,8 @@ def add_arguments(subparsers: Any) -> None:
     """Add the command `export` with its arguments."""
     command = subparsers.add_parser(
         "export",
-        description="Write results of `emo eval` in the format of lm-evaluation-harness, as a model card with "
-        "results for the Hub, or into a run of Weights & Biases.",
+        description="Write results of `emo eval` in the format of lm-evaluation-harness, as a model card "
+        "with results for the Hub, or into a run of Weights & Biases.",
         examples=[
             "emo export runs/eval --format lm-eval --data TASKS --output_path runs/lm-eval",
             "emo export runs/eval --format hf --name mine --output_path runs/mine/export",

@@ -3,8 +3,8 @@
 A model on this machine replies in chunks that processes share. For a judge elsewhere, the prompts are written
 to a file and its replies are read back, so no API key is needed here.
 
-    {"id": ID, "prompt": TEXT}                     --write_prompts FILE; replies: {"id", "reply": TEXT, "model"}
-    {"custom_id": ID, "method", "url", "body"}     --write_prompts FILE --format openai; replies: its batch output
+    {"id": ID, "prompt": TEXT}              --write_prompts FILE; replies: {"id", "reply": TEXT, "model"}
+    {"custom_id": ID, "method", "url", "body"} --write_prompts FILE --format openai; replies: its batch output
 
 ID is DIGEST-ROW-ORDER. Replies to other pairs, or to another judge's prompts, are rejected.
 """
