@@ -161,9 +161,8 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
                 (form,) = {a.metavar for a in command._actions if name == "report" and a.nargs == "+"} or {""}
                 parsers[f"{name} {form}".strip()] = command
     if has_experiments():
-        from emo.experiments import cli as experiments
-
-        parsers |= experiments.make_parsers()
+        # Imported by name, as for a command: experiments imports this module.
+        parsers |= importlib.import_module(SWEEPS.partition(":")[0]).make_parsers()
     return {name: parsers[name] for key in COMMANDS for name in parsers if name.split()[0] == key}
 
 
