@@ -105,7 +105,7 @@ def _add_score(commands: Any) -> None:
         "score",
         description="Store a model's log-probability of each token next to the prepared data of a recipe, "
         "for objectives that compare with a reference or a teacher. Run the same command again to resume.",
-        examples=["emo score RECIPE --model openai-community/gpt2 --top_k 64 --name teacher"],
+        examples=["emo score launch/recipes/quickstart-continue.yaml --model runs/quickstart/mle/export"],
     )
     parser.set_defaults(work=_score)
     add = add_recipe(parser, RunConfig)

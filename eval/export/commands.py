@@ -23,7 +23,7 @@ def add_arguments(subparsers: Any) -> None:
         description="Write results of `emo eval` in the format of lm-evaluation-harness, as a model card "
         "with results for the Hub, or into a run of Weights & Biases.",
         examples=[
-            "emo export runs/eval --format lm-eval --data TASKS --output_path runs/lm-eval",
+            "emo export runs/quickstart/results --format lm-eval --output_path runs/lm-eval",
             "emo export runs/eval --format hf --name mine --output_path runs/mine/export",
             "emo export runs/mine/eval --format wandb --output_path runs/mine",
         ],

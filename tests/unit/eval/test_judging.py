@@ -439,8 +439,8 @@ WRONG_OPTIONS = (
 )  # fmt: skip
 WRONG_JUDGES = (
     "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --write_prompts p --format x", "auto-j --from a.json",
-    "pandalm BOTH --write_prompts p --format openai", "auto-j BOTH --write_prompts .", "pandalm --labelled a.json",
-    "pandalm BOTH --model judge --max_new_tokens 2000",
+    "pandalm BOTH --write_prompts p --format openai", "auto-j BOTH --write_prompts .",
+    "pandalm --labelled a.json",    "pandalm BOTH --model judge --max_new_tokens 2000",
 )  # fmt: skip
 
 
