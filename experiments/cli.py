@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run `emo sweep | table | advise` and return the exit code."""
     command, *words = sys.argv[1:] if argv is None else argv
     args = parse_arguments(make_parsers()[command], words)
+    silence_libraries()
     if command == "advise":
         return exit_code_of(lambda: _advise(args))
     work = _table if command == "table" else _run
@@ -76,7 +77,6 @@ def _advise(args: argparse.Namespace) -> int:
         raise UserError(
             "set model.path: an untrained model has no confusions to measure", code="fresh-weights"
         )
-    silence_libraries()
     announce("advise")
     from .advise import advise
 
