@@ -20,15 +20,31 @@ AGAIN = "run the same command again to resume"
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all commands (docs/operations.md)."""
+    """Exit codes of all commands (docs/reference/exit-codes.md)."""
 
     DONE = 0
-    FAILURE = 1  # a crash, a lost rank or a full disk; the same command resumes
-    MISTAKE = 2  # invalid input, or a crash before the first training step; a retry cannot help
-    REGRESSION = 3  # a model is worse than its reference, or than before training
-    STOPPED = 75  # stopped on request (EX_TEMPFAIL in sysexits.h); the same command resumes
-    INTERRUPTED = 130  # Ctrl-C without saving first (128 + SIGINT); the same command resumes
-    UNREAD = 141  # the reader of the output closed it, as in `... | head` (128 + SIGPIPE)
+    FAILURE = 1
+    MISTAKE = 2
+    REGRESSION = 3
+    STOPPED = 75  # EX_TEMPFAIL in sysexits.h
+    INTERRUPTED = 130  # 128 + SIGINT
+    UNREAD = 141  # 128 + SIGPIPE
+
+    @property
+    def meaning(self) -> str:
+        """Return what the code means, as the help of each command shows it."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ExitCode.DONE: "success",
+    ExitCode.FAILURE: "failure: a crash, a lost process or a full disk. The same command resumes",
+    ExitCode.MISTAKE: "invalid input. Retrying cannot help",
+    ExitCode.REGRESSION: "regression: a model is worse than its reference",
+    ExitCode.STOPPED: "stopped on request after saving. The same command resumes",
+    ExitCode.INTERRUPTED: "interrupted with Ctrl-C. The same command resumes",
+    ExitCode.UNREAD: "the reader of the output closed it, as in `emo ... | head`",
+}
 
 
 class UserError(Exception):

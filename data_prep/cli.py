@@ -7,64 +7,89 @@ import errno
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from emo.common.cli.commands import Parser, announce, parse_arguments
+from emo.common.cli.commands import Parser, add_recipe, announce, parse_arguments, parse_shard
 from emo.common.cli.progress import make_console
 from emo.common.config.recipe import Section
 from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
 from emo.common.text import counted, printable
 
-from .config import load_data_config
+from .config import DataConfig, load_data_config
 
 
 def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> int:
-    """Run a command and return its exit code. `recipe`: the model of all sections, see load_data_config.
-
-    Exit codes: 0 success, 1 system failure, 2 input error or damaged data, 130 interrupted.
-    """
-    parser = _parser()
-    args = parse_arguments(parser, argv)
+    """Run a command and return its exit code. `recipe`: the model of all sections, see load_data_config."""
+    args = parse_arguments(make_parser(recipe), argv)
     return exit_code_of(lambda: _run(args, recipe))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="emo", description="Text to token shards.")
+def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands on data. `recipe`: the model of all sections."""
+    parser = Parser(prog="emo")
     commands = parser.add_subparsers(dest="command", required=True)
-    prepare = commands.add_parser(
-        "prepare", help="make the shards of a recipe. Run it again to make missing shards"
+    _add_prepare(commands, recipe or DataConfig)
+    inspect = commands.add_parser(
+        "inspect",
+        description="Show rows of prepared data as the trainer reads them, with the supervised tokens in "
+        "colour.",
+        examples=["emo inspect runs/quickstart/data/pretrain --rows 1"],
     )
-    prepare.add_argument("recipe", type=Path)
-    prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")
-    # A batch system may allow fewer CPUs than the machine has.
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    prepare.add_argument("--workers", type=_positive, default=cpus, help="processes (%(default)s)")
-    prepare.add_argument("--finish", action="store_true", help="only write the manifests, make no shards")
-    prepare.add_argument("--force", action="store_true", help="discard prepared data and start over")
-    inspect = commands.add_parser("inspect", help="show prepared data")
-    inspect.add_argument("directory", type=Path, help="prepared directory, or one split of it")
-    inspect.add_argument("--samples", type=int, default=3, help="rows to show (%(default)s)")
-    inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows")
+    inspect.add_argument("directory", type=Path, metavar="DIR", help="prepared directory, or one split of it")
+    inspect.add_argument("--rows", type=int, default=3, help="number of rows to show (%(default)s)")
+    inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows (%(default)s)")
     verify = commands.add_parser(
         "verify",
-        help="check a prepared directory: hashes, counts, every row, and the tokens of a sample",
-        description="Checks hashes of all shards, counts and sums, settings, the tokenizer, and every row as "
-        "in training. The beginnings of a few documents of each shard are encoded again and compared. The "
-        "sources are not read: prepare compares their hashes in every job.",
+        description="Check prepared data: the hashes and counts of all shards, the settings, the tokenizer "
+        "and every row. The beginnings of a few documents of each shard are encoded again and compared. The "
+        "source files are not read, because each prepare job compares their hashes.",
+        examples=["emo verify runs/quickstart/data/pretrain"],
+        notes={ExitCode.MISTAKE: "the data are damaged, or invalid input"},
     )
-    verify.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
+    verify.add_argument("directory", type=Path, metavar="DIR", help="prepared directory, or one split of it")
     sniff = commands.add_parser(
-        "sniff", help="show how a file is parsed, with examples and a recipe to paste"
+        "sniff",
+        description="Detect the format of a data file, show how three of its rows are parsed, and print a "
+        "recipe for it.",
+        examples=["emo sniff chat.jsonl --tokenizer openai-community/gpt2"],
     )
-    sniff.add_argument("files", help="file, pattern or address, as in data.sources.0.files")
-    sniff.add_argument("--tokenizer", help="hub id, directory or .model file, to show examples as tokens")
-    world = commands.add_parser("world", help="write the eight tasks of the embedded world")
-    world.add_argument("directory", type=Path)
-    world.add_argument("--train", type=_positive, help="most rows of a train split")
-    world.add_argument("--test", type=_positive, help="most rows of a test split")
+    sniff.add_argument("files", metavar="FILES", help="file, pattern or URL, as in data.sources.0.files")
+    about = "hub id, directory or .model file. The rows are then shown as tokens instead of characters"
+    sniff.add_argument("--tokenizer", help=about)
+    world = commands.add_parser(
+        "world",
+        description="Write the data of the eight evaluation tasks for the generated toy data, which the "
+        "quickstart trains on.",
+        examples=["emo world runs/quickstart/tasks"],
+    )
+    world.add_argument("directory", type=Path, metavar="DIR", help="directory for TASK/SPLIT.jsonl files")
+    world.add_argument(
+        "--train", type=_positive, metavar="N", help="largest number of training rows per task"
+    )
+    world.add_argument("--test", type=_positive, metavar="N", help="largest number of test rows per task")
     return parser
+
+
+def _add_prepare(commands: Any, section: type[Section]) -> None:
+    parser = commands.add_parser(
+        "prepare",
+        description="Tokenize the data of a recipe into shards. Run the same command again to make the "
+        "shards that are missing. The directory is data.dir of the recipe.",
+        examples=[
+            "emo prepare launch/recipes/quickstart-pretrain.yaml",
+            "emo prepare launch/recipes/quickstart-pretrain.yaml data.seed=1 data.dir=runs/other --workers 2",
+        ],
+    )
+    add = add_recipe(parser, section)
+    text = "make only the shards of job I of N, counted from 0. Every job must finish, in any order"
+    add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=text)
+    # A batch system may allow fewer CPUs than the machine has.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    add("--workers", type=_positive, default=cpus, metavar="N", help="number of processes (all CPUs)")
+    add("--finish", action="store_true", help="only write the manifests of existing shards")
+    add("--force", action="store_true", help="delete the prepared data and start from scratch")
 
 
 def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
@@ -81,7 +106,7 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         from .shards.verify import data_sets
 
         for split in data_sets(args.directory):
-            inspect(split, args.samples, args.seed, make_console())
+            inspect(split, args.rows, args.seed, make_console())
     elif args.command == "verify":
         announce(args.directory)
         from .shards.verify import verify
@@ -115,13 +140,6 @@ def _say(line: str) -> None:
         if error.errno != errno.ENOSPC:
             raise
         raise DiskFullError("no space left for standard output") from None
-
-
-def _job(text: str) -> tuple[int, int]:
-    index, _, jobs = text.partition("/")
-    if not (index.isdecimal() and jobs.isdecimal() and int(index) < int(jobs)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be i/n with i from 0 to n - 1, for example 0/8")
-    return int(index), int(jobs)
 
 
 def _positive(text: str) -> int:

@@ -55,7 +55,6 @@ VALIDATION = "validation"
 DEFAULT_DOMAIN = "default"  # of sources without a domain
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # pattern of names of domains and validation sets
 MAX_TOKENS = 1 << 20  # in a row
-DATA_FILES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings that no recipe has
 INSTRUCTION = ("instruction", "input", "output", "system", "history", "messages", "role", "content", "tools")
 PARTS = {"text": ("text",), "instruct": INSTRUCTION}  # keys of Source.columns
 
@@ -297,12 +296,6 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
 
     recipe: the model of all sections. The other sections of the recipe are checked with it.
     """
-    inner = re.sub(r"\.(gz|zst|bz2|xz)$", "", path.name.lower())
-    if inner.endswith((*DATA_FILES, ".ndjson", ".jsonlines")) and path.suffix != ".json":
-        raise UserError(
-            f"{path} is data, not a recipe. Run emo sniff {path} to get a recipe for it",
-            code="data-not-recipe",
-        )
     tree = read_recipe(path, overrides)
     if "data" not in tree:
         problem = f"recipe {path} has no data section; it has: {', '.join(map(str, tree)) or 'nothing'}"

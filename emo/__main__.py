@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -12,7 +13,7 @@ import emo.common.packages  # noqa: F401 - must come first
 
 
 class Command(NamedTuple):
-    """A subcommand: its function as MODULE:FUNCTION, and a line of help."""
+    """A subcommand: its function as MODULE:FUNCTION, and its line in `emo --help`."""
 
     function: str
     help: str
@@ -22,39 +23,67 @@ DATA = "emo.data_prep.cli:main"
 TRAINING = "emo.pipeline.cli:run"
 EVALUATION = "emo.eval.cli:main"
 SWEEPS = "emo.experiments.cli:main"
-COMMANDS = {
-    "sniff": Command(DATA, "detect the format of a data file, and suggest a recipe"),
-    "prepare": Command(DATA, "tokenize the data of a recipe into shards"),
-    "inspect": Command(DATA, "show prepared rows, with supervised tokens in colour"),
-    "verify": Command(DATA, "verify hashes and tokenizer of prepared data"),
-    "world": Command(DATA, "write the eight tasks of the built-in toy world"),
-    "plan": Command(TRAINING, "predict memory, step time and duration on given GPUs"),
-    "preflight": Command(TRAINING, "check that all hosts are ready to train"),
-    "score": Command(TRAINING, "store a model's log-probability of each token next to the data"),
-    "train": Command("emo.launch.supervise:train", "train a recipe with DeepSpeed, or resume it"),
-    "export-model": Command(TRAINING, "turn a checkpoint into a Hugging Face model"),
-    "top": Command(TRAINING, "show what the ranks of a run are doing"),
-    "eval": Command(EVALUATION, "score one model on tasks"),
-    "watch": Command(EVALUATION, "score each complete checkpoint of a run exactly once"),
-    "compare": Command(EVALUATION, "compare two models, with paired tests"),
-    "generate": Command(EVALUATION, "sample text, by default without truncation"),
-    "chat": Command(EVALUATION, "talk to a tuned model in the terminal"),
-    "quality": Command(EVALUATION, "measure sampled text: MAUVE, ROUGE, perplexity"),
-    "answer": Command(EVALUATION, "answer instructions, in AlpacaEval's format"),
-    "judge": Command(EVALUATION, "compare two models' answers with a judge model"),
-    "report": Command("", "write a report on training runs or evaluations"),
-    "export": Command(EVALUATION, "export results for lm-evaluation-harness, the Hub or Weights & Biases"),
-    "sweep": Command(SWEEPS, "run every configuration in an experiment file"),
-    "table": Command(SWEEPS, "write the table of an experiment file"),
-    "advise": Command("emo.experiments.advise:main", "predict whether EMO helps for a recipe"),
-    "quickstart": Command("emo.launch.quickstart:quickstart", "run the complete workflow on toy data"),
+GROUPS = {
+    "Data": {
+        "sniff": Command(DATA, "detect the format of a data file and print a recipe for it"),
+        "prepare": Command(DATA, "tokenize the data of a recipe into shards"),
+        "inspect": Command(DATA, "show prepared rows with the supervised tokens in colour"),
+        "verify": Command(DATA, "check prepared data: hashes, tokenizer and every row"),
+    },
+    "Training": {
+        "plan": Command(TRAINING, "predict memory, step time and duration on given GPUs"),
+        "preflight": Command(TRAINING, "check that all hosts are ready to train"),
+        "train": Command("emo.launch.supervise:train", "train a recipe with DeepSpeed, or resume it"),
+        "top": Command(TRAINING, "show what the ranks of a run are doing"),
+        "export-model": Command(TRAINING, "turn a checkpoint into a Hugging Face model"),
+        "score": Command(TRAINING, "store a model's token log-probabilities for a teacher or reference"),
+    },
+    "Evaluation": {
+        "tasks": Command(EVALUATION, "list the evaluation tasks"),
+        "eval": Command(EVALUATION, "score a model on tasks"),
+        "watch": Command(EVALUATION, "score each checkpoint of a run as soon as it is saved"),
+        "compare": Command(EVALUATION, "compare two models with paired tests"),
+        "report": Command("", "write a report on training runs or evaluations"),
+        "export": Command(EVALUATION, "export results to lm-eval's format, the Hub or Weights & Biases"),
+    },
+    "Text": {
+        "generate": Command(EVALUATION, "sample text from a model"),
+        "chat": Command(EVALUATION, "talk to a chat model in the terminal"),
+        "quality": Command(EVALUATION, "measure sampled text: MAUVE, ROUGE, perplexity"),
+        "answer": Command(EVALUATION, "answer instructions, in AlpacaEval's format"),
+        "judge": Command(EVALUATION, "compare two models' answers with a judge model"),
+    },
+    "Experiments": {
+        "quickstart": Command("emo.launch.quickstart:quickstart", "run the complete workflow on toy data"),
+        "world": Command(DATA, "write the evaluation tasks of the toy data"),
+        "advise": Command(SWEEPS, "predict whether EMO helps for a recipe"),
+        "sweep": Command(SWEEPS, "run every configuration in an experiment file"),
+        "table": Command(SWEEPS, "write the results of an experiment as a table"),
+    },
 }
-
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+OWN = {"help": "show this help, or that of a command", "version": "print the version"}
+# Commands of other programs and what to type instead.
+OTHER_COMMANDS = {
+    "train": "sft finetune fine-tune fine_tune pretrain cpt tune run resume launch",
+    "eval": "lm_eval lm-eval lm-evaluation-harness evaluate evaluation benchmark test",
+    "generate": "inference infer sample predict",
+    "prepare": "preprocess tokenize tokenise",
+    "sniff": "init",
+    "preflight": "doctor env check",
+    "plan": "estimate estimate-memory dry-run",
+    "top": "status",
+    "tasks": "ls-tasks list",
+    "export": "merge merge-lora push",
+}
 NEED_CHECKOUT = ("sweep", "table", "advise")  # their package is not in the wheel
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code, see `ExitCode`."""
+    """Run a command and return its exit code, see `ExitCode`.
+
+    Without arguments the help goes to stderr and the code is 2, as in uv.
+    """
     if argv is None and sys.getfilesystemencoding() != "utf-8":
         # Restart in UTF-8 mode: recipes and manifests are in UTF-8 in every locale.
         typed = Path("/proc/self/cmdline").read_bytes().split(b"\0")[1:-1]
@@ -65,20 +94,82 @@ def main(argv: list[str] | None = None) -> int:
     _, *typed_words = line.split() or [""]
     if typed_words and typed_words[0] in COMMANDS and (typed_words[1:] or line.endswith(" ")):
         return run(typed_words)
+    if words and words[0] in COMMANDS and not line:
+        return run(words)
+    if words[:1] == ["help"] and words[1:]:
+        return main([words[1], "--help"])
     from emo import __version__
-    from emo.common.cli.commands import Parser, parse_arguments
+    from emo.common.cli.commands import parse_arguments
+    from emo.common.errors import ExitCode, similar
 
+    if words[:1] == ["version"]:
+        print(f"emo {__version__}")
+        return ExitCode.DONE
+    parser = _top_parser()
+    if not words and not line:
+        parser.print_help(sys.stderr)
+        return ExitCode.MISTAKE
+    if words[:1] == ["help"]:
+        parser.print_help()
+        return ExitCode.DONE
+    if not line and not words[0].startswith("-"):
+        match = next((name for name, others in OTHER_COMMANDS.items() if words[0] in others.split()), None)
+        match = match or similar(words[0], [*COMMANDS, *OWN])
+        hint = f"did you mean `emo {match}`?" if match else "`emo help` lists the commands"
+        parser.exit(ExitCode.MISTAKE, f"error: unknown command {words[0]!r}; {hint}\n")
+    parse_arguments(parser, words[:1])
+    return ExitCode.DONE
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    """Return the parser of `emo` without a subcommand, whose help lists the subcommands in groups."""
+    from emo import __version__
+    from emo.common.cli.commands import Parser
+
+    width = max(map(len, COMMANDS)) + 2
+    lines = ["Fine-tune language models with EMO and other objectives, and measure whether they helped."]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:"] + [f"  {name:{width}}{command.help}" for name, command in group.items()]
+    lines += ["", "Help:"] + [f"  {name:{width}}{text}" for name, text in OWN.items()]
     parser = Parser(
         prog="emo",
-        description="Continual pre-training, instruction tuning and evaluation of language models.",
-        epilog="`emo COMMAND --help` shows the options of a command.",
+        usage="emo COMMAND [options]",
+        description="\n".join(lines),
+        epilog="`emo help COMMAND` shows the options, examples and exit codes of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"emo {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.help, add_help=False)
-    parse_arguments(parser, words[:1])
-    return run(words)
+    parser.add_argument("--version", action="version", version=f"emo {__version__}", help="print the version")
+    # The description lists the commands. This action completes them in the shell.
+    parser.add_argument("command", nargs="?", choices=[*COMMANDS, *OWN], help=argparse.SUPPRESS)
+    return parser
+
+
+def all_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command, in the order of `emo --help`, without importing heavy libraries.
+
+    `report` is two commands: "report RUN_DIR" and "report RESULTS". Commands of packages that are not
+    installed are left out. Parsers have the attributes `examples` and `exit_codes`.
+    """
+    from emo.data_prep import cli as data
+    from emo.eval import cli as evaluation
+    from emo.launch import quickstart, rank
+    from emo.pipeline import cli as training
+
+    parsers: dict[str, argparse.ArgumentParser] = {"quickstart": quickstart.make_parser()}
+    parsers["train"] = rank.make_parser()
+    for parser in (data.make_parser(), training.make_parser(), evaluation.parser()):
+        for commands in (action.choices for action in parser._actions if isinstance(action.choices, dict)):
+            for name, command in commands.items():
+                (form,) = {a.metavar for a in command._actions if name == "report" and a.nargs == "+"} or {""}
+                parsers[f"{name} {form}".strip()] = command
+    if has_experiments():
+        # Imported by name, as for a command: experiments imports this module.
+        parsers |= importlib.import_module(SWEEPS.partition(":")[0]).make_parsers()
+    return {name: parsers[name] for key in COMMANDS for name in parsers if name.split()[0] == key}
+
+
+def has_experiments() -> bool:
+    """Return whether the package of experiments is installed, which a wheel does not have."""
+    return (Path(__file__).parent / "experiments").is_dir()
 
 
 def run(words: list[str]) -> int:
@@ -90,7 +181,7 @@ def run(words: list[str]) -> int:
         line = f"error: {printable(str(path))} does not exist; set a run directory or a results directory"
         print(line, file=sys.stderr)
         return ExitCode.MISTAKE
-    if words[0] in NEED_CHECKOUT and not (Path(__file__).parent / "experiments").is_dir():
+    if words[0] in NEED_CHECKOUT and not has_experiments():
         print(
             f"error: emo {words[0]} needs a checkout of the repository, not an installed wheel",
             file=sys.stderr,
@@ -100,11 +191,9 @@ def run(words: list[str]) -> int:
     code = 0
     options: dict[str, Any] = {}
     if words[0] == "train":
-        from emo.common.cli.commands import announce
         from emo.pipeline.control.stop import leave_early
 
         leave_early()
-        announce("train")
     if words[0] == "prepare":  # it uses one section, but also reports errors in the others
         from emo.pipeline.config import RunConfig
 

@@ -24,11 +24,17 @@ RESET = "/reset"
 
 def add_arguments(subparsers: Any) -> None:
     """Add the command `chat` with its arguments."""
-    add = subparsers.add_parser("chat", help="talk to a tuned model in the terminal").add_argument
-    add("model", help="model directory (an export) or hub id")
+    command = subparsers.add_parser(
+        "chat",
+        description="Talk to a chat model in the terminal. The conversation uses the chat template that the "
+        "model was trained with. Ctrl-D ends it.",
+        examples=["emo chat runs/mine/export --temperature 0.7"],
+    )
+    add = command.add_argument
+    add("model", metavar="MODEL", help="model directory (an export) or hub id")
     add("--system", default="", metavar="TEXT", help="system message before the conversation")
     answers.add_template(add)
-    add("--max_new_tokens", type=int, default=TOKENS, help=f"longest reply in tokens ({TOKENS})")
+    add("--max_new_tokens", type=int, default=TOKENS, metavar="N", help=f"longest reply in tokens ({TOKENS})")
     add("--seed", type=int, default=0, help="seed of sampled replies (0)")
     add_dtype(add)
     add_decoding(add)

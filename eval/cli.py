@@ -1,13 +1,4 @@
-"""emo eval | watch | report | compare | export | generate | chat | quality | answer | judge
-
-Exit codes:
-    0    success, or nothing to do
-    1    a transient failure (run the same command again to resume), or checkpoints that cannot be evaluated
-    2    a mistake of the user, also --fail_on_regression without all results
-    3    a regression (--fail_on_regression)
-    130  interrupted by Ctrl-C (run the same command again to resume)
-    141  the reader of the output closed it
-"""
+"""emo eval | watch | tasks | report | compare | export | generate | chat | quality | answer | judge"""
 
 from __future__ import annotations
 
@@ -19,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from emo.common.cli.commands import Parser, announce, parse_arguments
+from emo.common.cli.commands import ALWAYS, Parser, announce, parse_arguments
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, FailureError, UserError, exit_code_of, one_line
 from emo.common.text import counted, on_one_line, printable
@@ -29,90 +20,160 @@ from .export import commands as exporting
 from .generation import commands as generation
 from .generation.commands import OUT, Add
 from .icl.settings import INFERENCERS, Settings
-from .icl.tasks import select_tasks
+from .icl.tasks import DIRECTORY, select_tasks
 from .judging import commands as judging
 from .models.base import BUDGET
 from .models.model import EvaluatedModel, quiet_libraries
 
-EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into the run); repeatable"
+EXPORT_HELP = "also export each result: lm-eval=DIR, hf=DIR (in DIR/NAME) or wandb (in the run); repeatable"
+GATED = (*ALWAYS, ExitCode.REGRESSION)
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    top = Parser(
-        prog="emo",
-        description="Evaluate models on tasks, sample text, judge answers, and report comparisons.",
-    )
+    top = Parser(prog="emo")
     commands = top.add_subparsers(dest="command", required=True)
 
-    add = commands.add_parser("eval", help="score one model on tasks").add_argument
-    generation.add_model(add)
-    _add_evaluation_arguments(add)
-
-    summary = "score every complete checkpoint of a run exactly once"
-    add = commands.add_parser("watch", help=summary).add_argument
-    add("run_dir", type=Path, help="run directory: step-*/ with hf/, checkpoint-*/, export/")
-    add("--output_path", type=Path, help="results directory (RUN_DIR/eval)")
-    add("--once", action="store_true", help="exit after one pass, for cron and other schedulers")
-    add("--poll", type=float, default=30.0, help="seconds between passes (30)")
-    add("--until_finished", action="store_true", help="exit when the run's export is evaluated")
-    add("--no_report", action="store_true", help="do not rewrite the report after a pass")
-    add("--export", action="append", default=[], metavar="FORMAT=DIR", help=EXPORT_HELP)
-    _add_evaluation_arguments(add)
+    command = commands.add_parser(
+        "eval",
+        description="Score a model on classification tasks and store the results. Finished parts are kept, "
+        "so the same command resumes, and several processes share the work.",
+        examples=[
+            "emo eval --model runs/quickstart/emo/export --name emo --data runs/quickstart/tasks",
+            "emo eval --model openai-community/gpt2 --tasks sst2,ag_news --data hub --limit 200",
+        ],
+        codes=GATED,
+    )
+    generation.add_model(command.add_argument)
+    _add_evaluation_arguments(command.add_argument)
+    _add_watch(commands)
+    commands.add_parser(
+        "tasks",
+        description="List the tasks that `emo eval --tasks` accepts: their name, what they ask, the number "
+        "of classes, the metric, and the source of their data.",
+        examples=["emo tasks"],
+    )
 
     generation.add_arguments(commands)
     chat.add_arguments(commands)
     judging.add_arguments(commands)
-
-    add = commands.add_parser("report", help="write report.html, report.md and results.json").add_argument
-    add("results", nargs="+", type=Path, help="directories given as --output_path to eval or watch")
-    out_help = "directory, or file.html, .md or .json (the first results directory); - is Markdown on stdout"
-    add("--output_path", metavar="PATH", help=out_help)
-    several: dict[str, Any] = {"action": "append", "default": []}
-    add("--run", metavar="NAME=DIR", help="a model's training run", **several)
-    add("--seeds", metavar="LABEL=NAME,NAME", help="models to aggregate", **several)
-    baseline_help = "baseline of the other models (the first); repeatable, with a separate table each"
-    add("--baseline", metavar="NAME", help=baseline_help, **several)
-    add("--title", default="", help="title of the report")
-    add("--notice", default="", help="a sentence at the end")
-
+    _add_report(commands)
     exporting.add_arguments(commands)
 
-    add = commands.add_parser("compare", help="compare two models with paired tests").add_argument
-    add("a", help="name of the baseline")
-    add("b", help="name of the other model")
-    add("--results", nargs="+", type=Path, default=[OUT], help=f"results directories ({OUT})")
+    command = commands.add_parser(
+        "compare",
+        description="Compare the task results of two models with paired tests and confidence intervals.",
+        examples=["emo compare mle emo --results runs/quickstart/results --fail_on_regression"],
+        codes=GATED,
+    )
+    add = command.add_argument
+    add("a", metavar="A", help="name of the baseline, as in --name of `emo eval`")
+    add("b", metavar="B", help="name of the other model")
+    add("--results", nargs="+", type=Path, default=[OUT], metavar="DIR", help=f"results directories ({OUT})")
     gate_help = "exit with code 3 if B is worse than A, on these tasks only if any are named"
     add("--fail_on_regression", nargs="?", const="", metavar="TASK[,TASK]", help=gate_help)
     _add_max_drop(add)
     return top
 
 
+def _add_watch(commands: Any) -> None:
+    command = commands.add_parser(
+        "watch",
+        description="Score each complete checkpoint of a training run exactly once, as soon as it is saved, "
+        "and update the report.",
+        examples=["emo watch runs/quickstart/emo --data runs/quickstart/tasks --until_finished"],
+        codes=GATED,
+        notes={ExitCode.FAILURE: "some checkpoints could not be evaluated, or a failure that may pass"},
+    )
+    add = command.add_argument
+    about = "output_dir of the run's recipe, with step-*/hf, checkpoint-* or export directories"
+    add("run_dir", type=Path, metavar="RUN_DIR", help=about)
+    add("--output_path", type=Path, metavar="DIR", help="results directory (RUN_DIR/eval)")
+    add("--once", action="store_true", help="exit after one pass, for cron and other schedulers")
+    add("--poll", type=float, default=30.0, metavar="SECONDS", help="time between passes (30)")
+    add("--until_finished", action="store_true", help="exit when the final export of the run is evaluated")
+    add("--no_report", action="store_true", help="do not update the report after a pass")
+    add("--export", action="append", default=[], metavar="FORMAT=DIR", help=EXPORT_HELP)
+    _add_evaluation_arguments(add)
+
+
+def _add_report(commands: Any) -> None:
+    command = commands.add_parser(
+        "report",
+        description="Write a report on evaluations that compares all models with their baselines: "
+        "report.html, report.md and results.json.",
+        examples=["emo report runs/quickstart/results --run emo=runs/quickstart/emo --baseline base"],
+    )
+    add = command.add_argument
+    about = "directories that eval or watch wrote as --output_path"
+    add("results", nargs="+", type=Path, metavar="RESULTS", help=about)
+    out_help = "directory, or file.html, .md or .json (the first RESULTS); - prints Markdown on stdout"
+    add("--output_path", metavar="PATH", help=out_help)
+    several: dict[str, Any] = {"action": "append", "default": []}
+    add("--run", metavar="NAME=RUN_DIR", help="training run of a model; repeatable", **several)
+    about = "show the mean and spread of models that differ only in their seed, as one row; repeatable"
+    add("--repeats", metavar="LABEL=NAME,NAME", help=about, **several)
+    about = "baseline of the other models (the first model). Repeat it for one table per baseline"
+    add("--baseline", metavar="NAME", help=about, **several)
+    add("--title", default="", help="title of the report")
+    add("--notice", default="", metavar="TEXT", help="a note at the end of the report")
+
+
 def _add_evaluation_arguments(add: Add) -> None:
-    add("--tasks", default="all", help="all, or names or task files, comma-separated")
-    add("--data", required=True, help="directory of <task>/<split>.jsonl[.zst], or `hub`")
-    add("--prompts", default="paper", help="prompt version: paper (default) or released")
+    about = "comma-separated names or task files (all); `emo tasks` lists the names"
+    add("--tasks", default="all", metavar="TASK[,TASK]", help=about)
+    about = "directory with TASK/SPLIT.jsonl[.zst] files, or hub to download the data"
+    add("--data", required=True, metavar="DIR", help=about)
+    add("--prompts", default="paper", help="version of the prompts: paper (default) or released")
     generation.add_dtype(add)
-    retrievers = "random, bm25, topk, votek, dpp, mdl (OpenICL's)"
-    add("--retriever", default="minilm", help=f"minilm, a sentence model's id or directory, {retrievers}")
-    add("--encoder", default="minilm", help="sentence model of OpenICL's dense retrievers (minilm)")
-    add("--inferencer", default="prefix", help=f"{INFERENCERS[0]} (default) or {INFERENCERS[1]} (OpenICL's)")
-    add("--faithful", action="store_true", help="prompts and counts exactly as OpenICL's, with its faults")
-    add("--num_fewshot", type=int, help="demonstrations per prompt (the task's default)")
-    add("--limit", type=int, help="evenly spaced test rows per task (all)")
+    retrievers = "random, bm25, topk, votek, dpp or mdl (OpenICL's)"
+    about = f"selects the demonstrations: minilm (default), a sentence model's id or directory, {retrievers}"
+    add("--retriever", default="minilm", help=about)
+    about = "sentence model of OpenICL's dense retrievers (minilm)"
+    add("--encoder", default="minilm", metavar="MODEL", help=about)
+    about = f"how prompts are scored: {INFERENCERS[0]} (default) or {INFERENCERS[1]} (OpenICL's)"
+    add("--inferencer", default="prefix", help=about)
+    about = "build prompts and count tokens exactly as OpenICL does, including its bugs"
+    add("--faithful", action="store_true", help=about)
+    about = "number of demonstrations per prompt (the task's default)"
+    add("--num_fewshot", type=int, metavar="N", help=about)
+    about = "evaluate only N evenly spaced test rows per task (all)"
+    add("--limit", type=int, metavar="N", help=about)
     scores = "openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
-    add("--score", default="openicl_ppl", help=f"the deciding score: {scores}")
-    add("--extra_scores", default="", help="also compute: channel, calibrated (comma-separated)")
-    add("--max_tokens", type=int, help="longest prompt (the model's context)")
-    text = f"prompts of full length per batch, or auto: {BUDGET} tokens per batch"
-    add("--batch_size", default="auto", help=text)
-    text = "exit with code 3 if worse than this model in --output_path"
+    add("--score", default="openicl_ppl", help=f"score that decides the predicted class: {scores}")
+    about = "compute these scores as well: channel, calibrated (comma-separated)"
+    add("--extra_scores", default="", help=about)
+    about = "longest prompt in tokens (the model's context length)"
+    add("--max_tokens", type=int, metavar="N", help=about)
+    text = f"prompts of full length per batch, or auto for {BUDGET} tokens per batch (auto)"
+    add("--batch_size", default="auto", metavar="N", help=text)
+    text = "exit with code 3 if the model is worse than this model in --output_path"
     add("--fail_on_regression", metavar="NAME", help=text)
     _add_max_drop(add)
 
 
 def _add_max_drop(add: Add) -> None:
-    add("--max_drop", type=float, help="largest allowed drop in mean accuracy, in points")
+    text = "with --fail_on_regression: largest allowed drop in mean accuracy, in points"
+    add("--max_drop", type=float, metavar="POINTS", help=text)
+
+
+def _list_tasks(_: argparse.Namespace) -> int:
+    rows = [("name", "task", "classes", "metric", "data")]
+    for task in select_tasks("all"):
+        spec = task.spec
+        about = f"{spec.title}: {spec.about}"
+        rows.append(
+            (task.name, about, str(len(task.labels)), spec.metric, spec.hub.path if spec.hub else "-")
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(
+        "\n`--data hub` downloads these data sets. `--data DIR` reads DIR/NAME/SPLIT.jsonl."
+        f"\n--tasks also accepts task files, for example {DIRECTORY / 'sst2.yaml'}."
+        "\nTo add a task, see docs/how-to/add-a-task.md."
+    )
+    return ExitCode.DONE
 
 
 def _check_drop(args: argparse.Namespace) -> None:
@@ -198,7 +259,7 @@ def _report(args: argparse.Namespace) -> int:
     from .report.page import FILES, document
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
-    seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
+    seeds = {label: names.split(",") for label, names in _pairs("--repeats", args.repeats).items()}
     report = Report(args.results, runs, args.baseline, args.title, args.notice, seeds)
     page = document(report)
     if (path := page.write(args.output_path or f"{args.results[0]}/", FILES)) is not None:
@@ -263,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(args: argparse.Namespace) -> int:
-    commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
+    commands = {"eval": _run, "tasks": _list_tasks, "watch": _watch, "report": _report, "compare": _compare}
     others = {"answer": judging.run, "chat": chat.run, "judge": judging.run, "export": exporting.run}
     try:
         if args.command in commands:

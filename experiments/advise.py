@@ -14,7 +14,6 @@ CostOperator predict confusions if the probability that the model does not give 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -27,12 +26,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from emo.common.cli.commands import Parser, parse_arguments
-from emo.common.errors import ExitCode, UserError, exit_code_of
+from emo.common.errors import ExitCode, UserError
 from emo.common.labels import IGNORE
 from emo.common.report.numbers import format_interval, formatted
 from emo.data_prep.shards.format import TokenDataset, open_prepared
-from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.config import RunConfig
 from emo.pipeline.loss.expected import CostOperator
 
 from .known_truth import bigram
@@ -52,21 +50,9 @@ class MapPosition(NamedTuple):
     share: float
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `emo advise`. Exit codes: 0 done, 2 invalid input."""
-    _, *words = sys.argv[1:] if argv is None else argv
-    parser = Parser(prog="emo advise", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("recipe", type=Path, help="a recipe with prepared data")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    args = parse_arguments(parser, words)
-    return exit_code_of(lambda: _advise(load_config(args.recipe, args.overrides)))
-
-
-def _advise(config: RunConfig) -> int:
-    if config.model.path is None:
-        raise UserError(
-            "set model.path: an untrained model has no confusions to measure", code="fresh-weights"
-        )
+def advise(config: RunConfig) -> int:
+    """Print the advice for a recipe with prepared data and a pretrained model."""
+    assert config.model.path is not None
     data, held_out = open_prepared(config.data)
     cells = json.loads(MAP.read_text(encoding="utf-8"))
     V = data.manifest.vocab_size
@@ -214,7 +200,3 @@ def compute_truth_fit(truth: bigram.Truth) -> float:
     confused = truth.rows * (1 - truth.rows)  # P_xy (1 - P_xy), summed over contexts below
     spread = truth.contexts @ confused @ (costs.apply(mean[None])[0] / (1 - mean))
     return 1 - float(distances / spread)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""emo sweep | table: run sweeps over recipes, and write their tables."""
+"""emo sweep | table | advise: run sweeps over recipes, write their tables, and predict results."""
 
 from __future__ import annotations
 
@@ -10,44 +10,77 @@ import string
 import sys
 from pathlib import Path
 
-from emo.common.cli.commands import Parser, parse_arguments
+from emo.common.cli.commands import ALWAYS, Parser, add_recipe, announce, parse_arguments
 from emo.common.errors import AGAIN, ExitCode, UserError, exit_code_of
 from emo.common.io.files import replace_nonfinite, write_text
+from emo.pipeline.cli import silence_libraries
+from emo.pipeline.config import RunConfig, load_config
 
 from .sweeps.design import PREPARE, RESULTS, Experiment, choose_runs, find_trials, read_experiment
 from .sweeps.sweep import Sweep
 from .sweeps.workers import StoppedError
 
-ABOUT = "Run a sweep over the settings of a recipe, and write the table of its results."
 TABLE = "table.md"
 JOBS = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}  # templates in jobs/
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand.
-
-    Exit codes: 0 done, 1 a run failed, 2 invalid input (also of a run), 75 stopped, 130 interrupted.
-    """
+    """Run `emo sweep | table | advise` and return the exit code."""
     command, *words = sys.argv[1:] if argv is None else argv
-    parser = Parser(prog=f"emo {command}", description=ABOUT)
-    parser.add_argument("file", type=Path, help="an experiment file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="print the runs and the estimated time, and exit"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs (%(default)s)")
-    parser.add_argument(
-        "--slurm", type=Path, metavar="FILE", help="write a Slurm array job instead of running"
-    )
-    parser.add_argument(
-        "--kubernetes", type=Path, metavar="FILE", help="write a Kubernetes Indexed Job instead of running"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=8, help="number of workers in these jobs (%(default)s)"
-    )
-    args = parse_arguments(parser, words)
+    args = parse_arguments(make_parsers()[command], words)
+    silence_libraries()
+    if command == "advise":
+        return exit_code_of(lambda: _advise(args))
     work = _table if command == "table" else _run
-    return exit_code_of(lambda: work(args, read_experiment(args.file, args.overrides)))
+    return exit_code_of(lambda: work(args, read_experiment(args.experiment, args.overrides)))
+
+
+def make_parsers() -> dict[str, Parser]:
+    """Return the parser of each command."""
+    example = "experiments/configs/replay.yaml"
+    sweep = Parser(
+        prog="emo sweep",
+        description="Train and evaluate every combination of settings in an experiment file, and write the "
+        "table of the results. Combinations that are done are skipped, so the same command resumes.",
+        examples=[f"emo sweep {example} --dry_run", f"emo sweep {example} --slurm replay.sbatch --workers 4"],
+        codes=(*ALWAYS, ExitCode.STOPPED),
+        notes={ExitCode.FAILURE: "a run failed. The same command resumes"},
+    )
+    add = add_recipe(sweep, noun="experiment")
+    add("--dry_run", action="store_true", help="print the runs and the estimated time, and exit")
+    add("--jobs", type=int, default=1, metavar="N", help="number of parallel runs (%(default)s)")
+    add("--slurm", type=Path, metavar="FILE", help="write a Slurm array job instead of running")
+    text = "write a Kubernetes Indexed Job instead of running"
+    add("--kubernetes", type=Path, metavar="FILE", help=text)
+    add("--workers", type=int, default=8, metavar="N", help="number of workers in these jobs (%(default)s)")
+    table = Parser(
+        prog="emo table",
+        description="Print the table of an experiment from the results that exist, and write it to the "
+        "experiment's directory. It may be run while the sweep is running.",
+        examples=[f"emo table {example}"],
+    )
+    add_recipe(table, noun="experiment")
+    advise = Parser(
+        prog="emo advise",
+        description="Predict whether EMO will beat MLE for a recipe. It measures with the recipe's model "
+        "how well the cost embedding predicts which tokens the model confuses on the prepared data, and "
+        "looks up the result of the most similar study with a known true distribution.",
+        examples=["emo advise launch/recipes/quickstart-continue.yaml"],
+    )
+    add_recipe(advise, RunConfig)
+    return {"sweep": sweep, "table": table, "advise": advise}
+
+
+def _advise(args: argparse.Namespace) -> int:
+    config = load_config(args.recipe, args.overrides)
+    if config.model.path is None:
+        raise UserError(
+            "set model.path: an untrained model has no confusions to measure", code="fresh-weights"
+        )
+    announce("advise")
+    from .advise import advise
+
+    return advise(config)
 
 
 def _run(args: argparse.Namespace, experiment: Experiment) -> int:
@@ -98,11 +131,11 @@ def _plan(sweep: Sweep, jobs: int) -> None:
 
 def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
     """Return the job file of workers with `ranks` GPUs each. Slurm uses this directory and this Python."""
-    command = ["-m", "emo", "sweep", str(args.file), *args.overrides]
+    command = ["-m", "emo", "sweep", str(args.experiment), *args.overrides]
     template = (Path(__file__).with_name("jobs") / JOBS[scheduler]).read_text(encoding="utf-8")
     return string.Template(template).substitute(
-        file=args.file,
-        name=args.file.stem.lower().replace("_", "-"),
+        file=args.experiment,
+        name=args.experiment.stem.lower().replace("_", "-"),
         workers=args.workers,
         ranks=ranks,
         directory=shlex.quote(str(Path.cwd())),

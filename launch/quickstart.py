@@ -6,13 +6,13 @@ start from scratch.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -29,9 +29,10 @@ RECIPES = Path("launch/recipes")
 BIN = Path(sys.executable).parent
 RANKS = 2
 ABOUT = (
-    "A language model is pre-trained on one half of a toy world, and then trained on the other half,\n"
-    "once with MLE and once with EMO. Eight tasks test both halves. No GPU and no network are needed. It\n"
-    "takes about 7 minutes on two idle cores. Press Ctrl-C to stop. The same command then resumes."
+    "Run the complete workflow on generated toy data. A small language model is pre-trained on one half of "
+    "the data. Training then continues on the other half, once with MLE and once with EMO. Eight tasks test "
+    "both halves. You need no GPU and no network. It takes about 7 minutes on two idle cores. Press Ctrl-C "
+    "to stop. The same command resumes."
 )
 NOTICE = (
     "Toy tasks about a generated world, models of a few million parameters, and one training run each. The "
@@ -108,17 +109,21 @@ def run_parallel(commands: list[list[str]]) -> list[int]:
         raise
 
 
+def make_parser() -> Parser:
+    """Return the parser of the command."""
+    codes = (ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED)
+    return Parser(prog="emo quickstart", description=ABOUT, examples=["emo quickstart"], codes=codes)
+
+
 def quickstart(words: list[str]) -> int:
     """Run all steps. Returns the exit code of the first one that fails. words[0] is the command's name."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="emo quickstart", description=ABOUT, formatter_class=raw)
-    parse_arguments(parser, words[1:])
+    parse_arguments(make_parser(), words[1:])
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.perf_counter()
     plan = steps()
     try:
-        print(ABOUT, flush=True)
+        print(textwrap.fill(ABOUT, 100), flush=True)
         for number, (title, commands) in enumerate(plan, start=1):
             elapsed = time.perf_counter() - started
             print(f"\n[{number}/{len(plan)}] {title}  ({elapsed:.0f} s so far)", flush=True)

@@ -29,10 +29,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from emo.common.cli.commands import Parser, announce
+from emo.common.cli.commands import Parser, add_recipe, announce, parse_arguments
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of, one_line
-from emo.pipeline.cli import add_recipe_arguments, is_first_of_host, leave, quieten, silence_libraries
+from emo.pipeline.cli import is_first_of_host, leave, quieten, silence_libraries
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.monitor.console import Chatter, Console, Kind, duration, split_output
 
@@ -130,23 +130,44 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
     """
     path = f"launch/{script}.sh" if script in SCRIPTS else "--module emo.launch.rank"
     called = os.environ.get(CALLED) or (f"./{path}" if REPORTS in os.environ else f"deepspeed {path}")
-    options = "recipe [key=value ...] [--dry_run] [--ranks RANKS] [--quiet | --json]"
+    return parse_arguments(make_parser(called), argv)
+
+
+def make_parser(called: str = "emo train") -> Parser:
+    """Return the parser of a training command. called: the command's name in the help."""
+    options = "RECIPE [key=value ...] [--dry_run] [--ranks N] [--quiet | --json]"
+    launcher = f"options of deepspeed go first, followed by --: {called} --num_gpus 8 -- RECIPE"
+    deepspeed = (
+        "num_gpus num_nodes num_accelerators hostfile include exclude master_port master_addr node_rank"
+    )
     parser = Parser(
         prog=called,
         usage=f"{called.removeprefix('deepspeed ')} [options of deepspeed --] {options}",
-        description="Train a recipe. Run the same command again to resume.",
-        epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
-        "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
+        description="Train a recipe with DeepSpeed on all GPUs of this host. If the run was stopped or "
+        "failed, the same command resumes it from its newest valid checkpoint. The options of the deepspeed "
+        "command go first, followed by --, for example to use fewer GPUs or several hosts.",
+        examples=[
+            f"{called} launch/recipes/quickstart-pretrain.yaml --dry_run",
+            f"{called} launch/recipes/quickstart-pretrain.yaml train.seed=1 output_dir=runs/seed-1",
+            f"{called} --num_gpus 2 -- launch/recipes/quickstart-pretrain.yaml",
+        ],
+        codes=(ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED),
+        notes={
+            ExitCode.DONE: "the run is finished",
+            ExitCode.MISTAKE: "invalid input, or an error before the first step. Retrying cannot help",
+        },
+        hints=dict.fromkeys(deepspeed.split(), launcher)
+        | dict.fromkeys(("config", "config_file", "recipe"), f"the recipe needs no option: {called} RECIPE"),
     )
-    add = add_recipe_arguments(parser)
-    add("--dry_run", action="store_true", help="check and plan the run without training")
+    add = add_recipe(parser, RunConfig)
+    add("--dry_run", action="store_true", help="check the recipe and plan the run without training")
     about = "with --dry_run: plan for this many ranks on other hosts"
-    add("--ranks", type=int, help=about)
+    add("--ranks", type=int, metavar="N", help=about)
     add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--quiet", action="store_true", help="show only warnings, errors and how the run ended")
-    add("--json", action="store_true", help="show every event and record as a line of JSON")
-    return parser.parse_intermixed_args(argv)
+    add("--quiet", action="store_true", help="print only warnings, errors and how the run ended")
+    add("--json", action="store_true", help="print every event and record as a line of JSON")
+    return parser
 
 
 def _report_errors(run: Callable[[], int], watch: Watch) -> int:

@@ -31,16 +31,15 @@ sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / 
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
-from emo.common.cli.commands import announce
 from emo.pipeline.control.stop import leave_early
 
 if __name__ == "__main__":
     leave_early()  # before the imports below, which take seconds on a busy host
-    announce("train")
 
 # isort: split
 import psutil
 
+from emo.common.cli.commands import announce
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.launch.rank import SCRIPTS, recipe_arguments
@@ -246,6 +245,7 @@ def launch(program: list[str], arguments: list[str]) -> int:
             args = recipe_arguments(name, arguments)
             config = load_config(args.recipe, args.overrides)
             check_keys(config)
+            announce("train")
             run_dir = config.output_dir
             if args.dry_run and not HOSTFILE.is_file() and (ranks := dry_run_ranks(options)) is not None:
                 os.environ |= {} if ranks == "" else {"WORLD_SIZE": ranks}

@@ -1,4 +1,4 @@
-"""The commands `emo plan`, `preflight`, `score`, `export-model`, `top` and `report`.
+"""The commands `emo plan`, `preflight`, `score`, `export-model`, `top` and `report` (of runs).
 
 Heavy modules are imported after the arguments were checked.
 """
@@ -11,17 +11,16 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from emo.common.cli.commands import Parser, announce, parse_arguments
+from emo.common.cli.commands import ALWAYS, Parser, add_recipe, announce, parse_arguments, parse_shard
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.common.text import printable
 
-from .config import load_config
-from .engine.hardware import parse_cluster
+from .config import RunConfig, load_config
+from .engine.hardware import ACCELERATORS, parse_cluster
 from .monitor.console import Console
 
 log = logging.getLogger(__name__)
@@ -45,82 +44,117 @@ def run(argv: list[str]) -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    """Run `emo plan | preflight | score | export-model | top | report`.
-
-    Exit codes: 0 success, 1 does not fit or a check failed, 2 a mistake in the input, 3 a regression.
-    """
-    args = parse_arguments(_parser(), argv)
+    """Run `emo plan | preflight | score | export-model | top | report` and return the exit code."""
+    args = parse_arguments(make_parser(), argv)
     silence_libraries()
-    if is_first_of_host() and args.command != "top":
-        announce(args.command)
     return exit_code_of(lambda: args.work(args), alone=is_first_of_host())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands in this module."""
     parser = Parser(prog="emo")
     commands = parser.add_subparsers(dest="command", required=True)
-
-    about = "Memory, step time and hours of a recipe on given GPUs."
-    add = add_recipe_arguments(commands.add_parser("plan", description=about), _plan)
-    add("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
-    add("--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)")
-    about = "mean length of the documents (default: as in the prepared data)"
-    add("--document_tokens", type=int, metavar="N", help=about)
-    add("--best", action="store_true", help="search for the fastest settings that surely fit")
-    add("--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings")
-
-    about = "Is every host fit to train? Under any launcher."
-    add_recipe_arguments(commands.add_parser("preflight", description=about), _preflight)
-
-    about = "A model's log-probability of every token of a recipe's data, written once beside them. "
-    about += "Run the same command again to resume; several jobs share the work with --part."
-    add = add_recipe_arguments(commands.add_parser("score", description=about), _score)
-    add("--model", required=True, help="directory or hub id of the model that reads the data")
-    add("--revision", help="commit of the hub model")
-    add("--name", default="reference", help="what objective.scores calls them (%(default)s)")
-    add("--top-k", type=int, metavar="K", help="of the K likeliest tokens in its place, for a teacher")
-    add("--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)")
-    add("--force", action="store_true", help="write again what is there")
-
-    about = "What the ranks of a run do right now, or did last, from the files in its directory."
-    top = commands.add_parser("top", description=about)
-    top.set_defaults(work=_top)
-    top.add_argument("run", type=Path, metavar="RUN_DIR")
-
-    about = (
-        "Export a checkpoint as a Hugging Face model, on the CPU. It may have been saved without an export."
+    _add_plan(commands)
+    preflight = commands.add_parser(
+        "preflight",
+        description="Check that every host is ready to train a recipe. Start it as you start the training, "
+        "with one process per rank. It then also checks the network between the hosts.",
+        examples=["emo preflight launch/recipes/quickstart-pretrain.yaml"],
+        notes={ExitCode.FAILURE: "a check failed"},
     )
-    export = commands.add_parser("export-model", description=about)
+    add_recipe(preflight, RunConfig)
+    preflight.set_defaults(work=_preflight)
+    _add_score(commands)
+    top = commands.add_parser(
+        "top",
+        description="Show what the ranks of a run are doing, or did last. The files in the run directory are "
+        "read, so it works on any host that shares them.",
+        examples=["emo top runs/quickstart/pretrain"],
+    )
+    top.set_defaults(work=_top)
+    top.add_argument("run", type=Path, metavar="RUN_DIR", help="output_dir of the run's recipe")
+    export = commands.add_parser(
+        "export-model",
+        description="Export a checkpoint as a Hugging Face model, on the CPU. It may have been saved without "
+        "an export, and on another machine.",
+        examples=["emo export-model runs/mine model", "emo export-model runs/mine/step-000200 model"],
+    )
     export.set_defaults(work=_export_model)
-    about = "run directory, whose newest checkpoint is exported, or a checkpoint in it"
+    about = "a run directory, whose newest checkpoint is exported, or a checkpoint in it"
     export.add_argument("checkpoint", type=Path, metavar="RUN_DIR[/step-N]", help=about)
     export.add_argument("target", type=Path, metavar="OUT", help="directory to create")
-
-    about = "One or several runs as one page: curves, launches, the plan beside what was measured, "
-    about += "sampled text. Also while they train."
-    report = commands.add_parser("report", description=about)
-    report.set_defaults(work=_report)
-    add = report.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    forms = "directory, or file.html, .md or .json (the first RUN_DIR); - is Markdown on stdout"
-    add("--output_path", metavar="PATH", help=forms)
-    over = "what curves go over: steps or supervised tokens"
-    add("--over", choices=("step", "tokens"), default="step", help=over)
-    add("--json", metavar="FILE", help="also what was gained and lost, as numbers; - is stdout")
-    risen = "exit with 3 when the NLL of one of these validation sets has surely risen since step 0"
-    add("--fail_on_regression", metavar="SET[,SET]", help=risen)
+    _add_report(commands)
     return parser
 
 
-def add_recipe_arguments(
-    parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], int] | None = None
-) -> Callable[..., argparse.Action]:
-    """Add the arguments of a command on a recipe. Return the function that adds more."""
-    parser.set_defaults(work=work)
-    parser.add_argument("recipe", type=Path)
-    # Without a default argparse says that it is required.
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    return parser.add_argument
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        description="Predict the memory, the time per step and the duration of a recipe on given GPUs. You "
+        "need no GPU for it.",
+        examples=[
+            "emo plan launch/recipes/llama3.1-8b-sft.yaml --gpus 8xA100-80G",
+            "emo plan launch/recipes/llama3.1-8b-sft.yaml --gpus 8xH100-80G --best --write fast.yaml",
+        ],
+        notes={ExitCode.FAILURE: "the recipe does not fit on the GPUs"},
+    )
+    parser.set_defaults(work=_plan)
+    add = add_recipe(parser, RunConfig)
+    about = f"number and kind of the GPUs, for example 8xA100-80G. Kinds: {', '.join(ACCELERATORS)}"
+    add("--gpus", required=True, metavar="NxKIND", help=about)
+    about = "bandwidth between nodes in Gbit/s per node (%(default)s)"
+    add("--network", type=float, default=1600, metavar="GBIT", help=about)
+    about = "mean length of the documents in tokens (that of the prepared data)"
+    add("--document_tokens", type=int, metavar="N", help=about)
+    add("--best", action="store_true", help="search for the fastest settings that are certain to fit")
+    add("--write", type=Path, metavar="FILE", help="with --best: write a recipe with these settings")
+
+
+def _add_score(commands: Any) -> None:
+    parser = commands.add_parser(
+        "score",
+        description="Store a model's log-probability of each token next to the prepared data of a recipe, "
+        "for objectives that compare with a reference or a teacher. Run the same command again to resume.",
+        examples=["emo score launch/recipes/quickstart-continue.yaml --model runs/quickstart/mle/export"],
+    )
+    parser.set_defaults(work=_score)
+    add = add_recipe(parser, RunConfig)
+    add("--model", required=True, help="directory or hub id of the model that reads the data")
+    add("--revision", help="commit of the hub model")
+    about = "name of the scores, which objective.scores refers to (%(default)s)"
+    add("--name", default="reference", help=about)
+    about = "store the K most likely tokens per position, for distillation"
+    add("--top_k", type=int, metavar="K", help=about)
+    about = "score only the data shards of job I of N, counted from 0"
+    add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=about)
+    add("--force", action="store_true", help="replace existing scores")
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        description="Write a page on training runs: curves, launches, planned and measured speed, and "
+        "sampled text. The runs may still be training.",
+        examples=[
+            "emo report runs/quickstart/mle runs/quickstart/emo --output_path runs/quickstart/curves.html",
+            "emo report runs/quickstart/emo --json - --fail_on_regression validation",
+        ],
+        codes=(*ALWAYS, ExitCode.REGRESSION),
+        notes={ExitCode.REGRESSION: "--fail_on_regression: a validation loss is worse than before training"},
+    )
+    report.set_defaults(work=_report)
+    add = report.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="output_dir of a run's recipe")
+    forms = "directory, or file.html, .md or .json (the first RUN_DIR); - prints Markdown on stdout"
+    add("--output_path", metavar="PATH", help=forms)
+    over = "horizontal axis of the curves: steps or supervised tokens (%(default)s)"
+    add("--over", choices=("step", "tokens"), default="step", help=over)
+    about = "also write the changes of the losses as numbers; - prints them on stdout"
+    add("--json", metavar="FILE", help=about)
+    risen = (
+        "exit with code 3 if the loss on one of these validation sets is certain to have risen since step 0"
+    )
+    add("--fail_on_regression", metavar="SET[,SET]", help=risen)
 
 
 def is_first_of_host() -> bool:
@@ -154,6 +188,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.write and (args.write.exists() or not args.write.parent.is_dir()):
         problem = f"--write {args.write}: give a new name in an existing directory"
         raise UserError(problem, code="write-target")
+    announce("plan")
     with show_activity("planning"):
         from .planning.plan import print_best, print_plan, write_recipe
 
@@ -169,6 +204,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, args.overrides)
+    if is_first_of_host():
+        announce("preflight")
     with show_activity("preflight") if is_first_of_host() else contextlib.nullcontext():
         from .planning.preflight import preflight
 
@@ -176,18 +213,16 @@ def _preflight(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace) -> int:
-    index, _, count = args.part.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise UserError(f"--part {args.part}: give I/N with 0 <= I < N, for example 0/4", code="part")
     settings = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     settings.append(f"model.revision={args.revision or 'null'}")
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
     config = load_config(args.recipe, [*args.overrides, *settings])
+    announce("score")
     with show_activity("loading the model"):
         from .planning.score import score
 
-        complete = score(config, args.name, (int(index), int(count)), args.force, args.top_k)
-    state = f"part {args.part} is complete, others are missing"
+        complete = score(config, args.name, args.shard, args.force, args.top_k)
+    state = "shard {}/{} is complete, others are missing".format(*args.shard)
     if complete:
         key = "objective.scores=" if args.top_k is None else "objective.teacher.scores="
         state = f"complete; use them with {key}{args.name}"
@@ -216,6 +251,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    announce("report")
     from emo.common.io.files import write_text
     from emo.common.report.document import STDOUT, folder_of
 

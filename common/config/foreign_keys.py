@@ -6,7 +6,7 @@ from .objective_names import NO_PREFERENCES
 
 # Keys of a recipe, and their names in other trainers.
 _FOREIGN_NAMES = {
-    "output_dir": "run_dir",
+    "output_dir": "run_dir output_path out",
     "data.sequence_len": "max_seq_length max_seq_len max_length block_size seq_len seq_length cutoff_len "
     "model_max_length block",
     "data.sources": "train_file data_path datasets dataset dataset_name train_dataset pretraining_dataset",
@@ -76,8 +76,8 @@ UNSUPPORTED_KEYS = {
         "ddp_timeout": "set train.timeout_minutes, in minutes instead of seconds",
         "gradient_accumulation_steps grad_accum gradient_accumulation": "remove it: it "
         "follows from train.global_batch_size (rows per step on all ranks) and train.micro_batch_size",
-        "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir": "remove it: the same "
-        "command resumes from the newest checkpoint, and another output_dir starts a new run",
+        "resume resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir": "remove it: the "
+        "same command resumes from the newest checkpoint, and another output_dir starts a new run",
         "trust_remote_code": "custom code is never run; use a model that transformers supports",
         "fsdp fsdp_config": "FSDP is not supported: set deepspeed=ds_configs/zero3.json instead",
         "push_to_hub hub_model_id hub_token": "remove it, and upload the export after training",

@@ -25,6 +25,19 @@ from .foreign_keys import AMBIGUOUS, KEYS_BY_NAME, UNSUPPORTED_KEYS, UNSUPPORTED
 
 EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments/configs"}  # folders by kind of file
 KEYS = ("output_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
+DATA_FILES = (
+    ".txt",
+    ".jsonl",
+    ".ndjson",
+    ".jsonlines",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".gz",
+    ".zst",
+    ".bz2",
+    ".xz",
+)
 FILE_BYTES = 128 << 10  # largest recipe
 WRITTEN_BYTES = 8 << 20  # largest YAML file written by a program, which includes defaults
 LARGEST = 2**53  # largest integer that floats represent exactly
@@ -156,6 +169,9 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
     if path.resolve() in before:
         circle = " -> ".join(p.name for p in (*before[before.index(path.resolve()) :], path))
         raise UserError(f"recipes extend each other in a circle: {circle}", code="recipe-circle")
+    if path.suffix.lower() in DATA_FILES:
+        hint = f"Run `emo sniff {path}`, which prints a recipe for it"
+        raise UserError(f"{path} is a data file, not a recipe. {hint}", code="data-not-recipe")
     try:
         tree = _load_yaml(read_bytes(path, FILE_BYTES))
     except FileNotFoundError:
@@ -332,6 +348,8 @@ def _convert_error(cls: type[Section], problem: Mapping[str, Any], where: str) -
         hint = suggest_key(cls, problem["loc"]) if in_recipe else None
         hint = hint or nearest(str(key), names, KEYS_BY_NAME if in_recipe else {})
         return UserError(f"unknown key {path}; {hint}", code="unknown-key")
+    if problem["type"] == "list_type" and isinstance(value, str | int | float):
+        message = f"must be a list, for example [{value}]"
     if problem["type"] == "model_type":
         message = "must be a section of key: value lines"
     detail = "" if isinstance(value, dict) else f" (given: {format_value(value)})"
@@ -352,13 +370,31 @@ def suggest_key(cls: type[Section], location: Sequence[int | str]) -> str | None
     if hint := UNSUPPORTED_KEYS.get(key) or UNSUPPORTED_KEYS.get(".".join(words[-2:])):
         return hint
     neighbour = similar(key, _located(cls, location[:-1])[0].model_fields, 0.85)
-    sections = {name: _section(field.annotation) for name, field in cls.model_fields.items()}
-    others = [
-        f"{name}.{key}" for name, section in sections.items() if section and key in section.model_fields
-    ]
-    others = sorted(others, key=lambda other: not other.startswith("train.")) if key not in AMBIGUOUS else []
+    others = _keys_named(cls, key) if key not in AMBIGUOUS else []
     suggestion = neighbour or " or ".join(others) or KEYS_BY_NAME.get(key)
     return f"did you mean {suggestion}?" if suggestion else None
+
+
+def find_keys(cls: type[Section], name: str) -> tuple[list[str], str | None]:
+    """Return the keys of a recipe that an option `--name` stands for, here or in other trainers, and a hint.
+
+    The hint says what to do instead if there is no such key.
+    """
+    path = name.split(".")
+    if path[-1] in _located(cls, path[:-1])[0].model_fields and _located(cls, path)[1] == path:
+        return [name], None
+    key = path[-1].lower()
+    if hint := UNSUPPORTED_KEYS.get(key):
+        return [], hint
+    known = KEYS_BY_NAME.get(key)
+    return _keys_named(cls, key) or ([known] if known else []), None
+
+
+def _keys_named(cls: type[Section], key: str) -> list[str]:
+    """Return the keys in the sections of `cls` whose last part is `key`, with those of `train` first."""
+    sections = {name: _section(field.annotation) for name, field in cls.model_fields.items()}
+    keys = [f"{name}.{key}" for name, section in sections.items() if section and key in section.model_fields]
+    return sorted(keys, key=lambda other: not other.startswith("train."))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -72,6 +72,16 @@ def load_model_config(source: str | Path, revision: str | None = None) -> Any:
         raise ValueError(f"config.json: {type(error).__name__}: {one_line(error, 160)}") from None
 
 
+def explain_hub_error(name: str, error: BaseException) -> str:
+    """Return why a model or tokenizer of the Hub cannot be read, and what to do about it."""
+    access = f"accept its licence at https://huggingface.co/{name} and set HF_TOKEN to your token"
+    causes = [str(error), type(error).__name__, type(error.__cause__).__name__]
+    if any("gated" in cause.lower() for cause in causes):
+        return f"{name} is gated: {access}"
+    problem = f"{name} is neither a directory nor an accessible model of the Hub ({type(error).__name__})"
+    return f"{problem}. If it is gated, {access}"
+
+
 def reject_adapter(directory: Path) -> None:
     """Raise UserError for a directory that has an adapter without its base model."""
     if not (directory / ADAPTER).is_file() or (directory / CONFIG).is_file():

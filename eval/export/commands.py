@@ -14,28 +14,40 @@ from emo.common.errors import ExitCode, UserError, nearest
 from ..results.directory import Model, Say, find_model, read_models
 
 HARNESS, HUB, WANDB = FORMATS = ("lm-eval", "hf", "wandb")
-EXAMPLE = """examples:
-  emo export --format lm-eval runs/eval --data TASKS --output_path runs/lm-eval
-  emo export --format hf runs/eval --name EMO --output_path runs/mine/export
-  emo export --format wandb runs/mine/eval --output_path runs/mine"""
 
 
 def add_arguments(subparsers: Any) -> None:
     """Add the command `export` with its arguments."""
     command = subparsers.add_parser(
         "export",
-        help="write results for lm-evaluation-harness, the hub or Weights & Biases",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write results of `emo eval` in the format of lm-evaluation-harness, as a model card "
+        "with results for the Hub, or into a run of Weights & Biases.",
+        examples=[
+            "emo export runs/quickstart/results --format lm-eval --output_path runs/lm-eval",
+            "emo export runs/eval --format hf --name mine --output_path runs/mine/export",
+            "emo export runs/mine/eval --format wandb --output_path runs/mine",
+        ],
     )
     add = command.add_argument
-    add("results", nargs="+", type=Path, help="directories given as --output_path to eval or watch")
+    add(
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULTS",
+        help="directories that eval or watch wrote as --output_path",
+    )
     add("--format", required=True, help=f"one of {', '.join(FORMATS)}")
-    out_help = "a directory (hf: of the model, wandb: of the training run)"
-    add("--output_path", required=True, type=Path, help=out_help)
-    add("--name", help="only the model with this name in results (all)")
-    add("--data", help="lm-eval: source of the rows, as for eval; without it no samples are written")
-    add("--tasks", default="", help="lm-eval: your task files, comma-separated")
+    out_help = "directory to write to. hf: that of the model, wandb: that of the training run"
+    add("--output_path", required=True, type=Path, metavar="DIR", help=out_help)
+    add("--name", help="export only the model with this name (all)")
+    add(
+        "--data",
+        metavar="DIR",
+        help="lm-eval: also write samples, with the rows of this --data of `emo eval`",
+    )
+    add(
+        "--tasks", default="", metavar="FILE[,FILE]", help="lm-eval: task files that you passed to `emo eval`"
+    )
 
 
 @dataclass(frozen=True)

@@ -29,65 +29,117 @@ Say = Callable[[str], None]
 
 def add_arguments(subparsers: Any) -> None:
     """Add the commands `generate` and `quality` with their arguments."""
-    command = subparsers.add_parser("generate", help="sample text, by default from the full distribution")
+    command = subparsers.add_parser(
+        "generate",
+        description="Sample text from a model and store it. By default every token is sampled from the full "
+        "distribution, without temperature, top-k or top-p.",
+        examples=[
+            'emo generate --model openai-community/gpt2 --prefix "The town" --max_new_tokens 40',
+            "emo generate --model runs/quickstart/emo/export --samples 4 --seeds 0,1",
+        ],
+    )
     add = command.add_argument
     add_model(add)
     add_dtype(add)
     where = command.add_mutually_exclusive_group()
-    where.add_argument("--prefix", action="append", help="text to continue; repeatable; default: none")
+    where.add_argument(
+        "--prefix", action="append", metavar="TEXT", help="text to continue; repeatable (none)"
+    )
     where.add_argument("--prefixes", type=Path, metavar="FILE", help="JSON lines with `text`, or plain lines")
-    where.add_argument("--corpus", help=f"prefixes of the paper's length: {', '.join(CORPORA)}")
+    where.add_argument(
+        "--corpus", metavar="NAME", help=f"continue texts of a corpus, as in the paper: {', '.join(CORPORA)}"
+    )
     text = "with --prefixes: number of words of each text that form the prefix (all)"
     add("--prefix_words", type=int, default=0, help=text)
-    text = "with --corpus: directory of FOLDER/SPLIT.jsonl or .txt[.zst], or hub (hub)"
+    text = "with --corpus: directory with FOLDER/SPLIT.jsonl or .txt[.zst] files, or hub (hub)"
     add("--data", default="hub", help=text)
     add("--split", default="test", help="with --corpus: train, validation or test (test)")
-    add("--limit", type=int, help="evenly spaced prefixes (all)")
-    add("--samples", type=int, help=f"texts per prefix ({SAMPLES}; greedy and beams: 1)")
+    add("--limit", type=int, help="use only N evenly spaced prefixes (all)", metavar="N")
+    add("--samples", type=int, metavar="N", help=f"texts per prefix ({SAMPLES}; greedy and beams: 1)")
     text = f"longest continuation in tokens (the corpus's default, else {TOKENS})"
     add("--max_new_tokens", type=int, help=text)
-    add("--seeds", default="0", help="comma-separated (0)")
-    add("--batch_size", type=int, default=64, help="texts at a time (64); does not change them")
+    add("--seeds", default="0", metavar="SEED[,SEED]", help="seeds of the samples (0)")
+    add(
+        "--batch_size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="texts per batch (64). It does not change the texts",
+    )
     add_decoding(add)
-    add("--beams", type=int, help="beam search with this many beams")
+    add("--beams", type=int, metavar="N", help="beam search with this many beams")
 
-    command = subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
+    command = subparsers.add_parser(
+        "quality",
+        description="Measure sampled text: MAUVE, ROUGE and perplexities. Texts of prefixes with a known "
+        "continuation are compared with it.",
+        examples=[
+            "emo quality runs/eval/models/mine/generated/* --mauve minilm --reference openai-community/gpt2"
+        ],
+    )
     add = command.add_argument
-    text = "directories that generate wrote: OUTPUT_PATH/models/NAME/generated/*"
-    add("texts", nargs="+", type=Path, help=text)
-    text = f"results directory, for the oracle's texts ({OUT})"
+    text = "directories that generate wrote, OUTPUT_PATH/models/NAME/generated/*"
+    add("texts", nargs="+", type=Path, metavar="DIR", help=text)
+    text = f"results directory for the texts of --oracle ({OUT})"
     add("--output_path", type=Path, default=OUT, help=text)
-    add("--oracle", help="model that measures the perplexity of the samples, with its samples for comparison")
-    add("--reference", help="model for forward and reverse cross-entropy; the same tokenizer")
+    add(
+        "--oracle",
+        metavar="MODEL",
+        help="model that measures the perplexity of the texts, and whose samples are the comparison",
+    )
+    add(
+        "--reference",
+        metavar="MODEL",
+        help="model for forward and reverse cross-entropy. It must have the same tokenizer",
+    )
     text = "featurizer of MAUVE: minilm, a sentence model, or a language model by path or id (gpt2-large)"
     add("--mauve", metavar="FEATURIZER", help=text)
-    text = "texts for PPL_test and cross-entropy (those of the corpus)"
+    text = "texts for the test perplexity and the cross-entropy (the corpus's test split)"
     add("--test", type=Path, metavar="FILE", help=text)
-    add("--protocol", default="paper", help="paper, or released: compare texts as the authors' scripts do")
+    add(
+        "--protocol",
+        default="paper",
+        help="paper (default), or released to compare texts as the authors' scripts do",
+    )
     add_dtype(add)
 
 
 def add_model(add: Add) -> None:
     """Add the options --model, --name and --output_path."""
     add("--model", required=True, help="model directory (an export) or hub id")
-    add("--name", help="the model's name in results (its directory)")
-    add("--output_path", type=Path, default=OUT, help=f"results directory ({OUT})")
+    add("--name", help="name of the model in the results (that of its directory)")
+    add("--output_path", type=Path, default=OUT, metavar="DIR", help=f"results directory ({OUT})")
 
 
 def add_dtype(add: Add) -> None:
     """Add the option --dtype."""
-    add("--dtype", default="auto", help=f"auto (the checkpoint's), {', '.join(DTYPES[1:])}")
+    add(
+        "--dtype",
+        default="auto",
+        help=f"dtype of the weights: auto (default, as stored), {', '.join(DTYPES[1:])}",
+    )
 
 
 def add_decoding(add: Add) -> None:
     """Add the options that set how tokens are chosen."""
-    add("--temperature", type=float, default=1.0, help="divides the logits, also those of --decode (1)")
-    add("--top_k", type=int, default=0, help="only the k most likely tokens (0: all)")
-    add("--top_p", type=float, default=1.0, help="only the most likely tokens that together reach p (1)")
-    add("--greedy", action="store_true", help="always the most likely token")
-    text = "sample from the distributions that training with OBJECTIVE would produce from the model's"
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="divide the logits by this number, also with --decode (1)",
+    )
+    add("--top_k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (0: all)")
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens that together have probability P (1)",
+    )
+    add("--greedy", action="store_true", help="always take the most likely token")
+    text = "sample from the distributions that training with OBJECTIVE would turn the model's into"
     add("--decode", default="", metavar="OBJECTIVE", help=text)
-    text = "with --decode: costs from a model's head, a file, or constant (the model's own head)"
+    text = "with --decode: token costs from a model's head or a file, or constant (the model's own head)"
     add("--cost", default="", metavar="SOURCE", help=text)
 
 

@@ -87,6 +87,7 @@ class TaskSpec(Section):
     """A task file."""
 
     title: str
+    about: str = Field("", exclude=True)  # what the task asks, for `emo tasks`; results do not depend on it
     hub: Hub | None = None
     splits: Splits = Splits()
     # Name in the prompts -> column ("choices.0": an element).
@@ -223,7 +224,9 @@ def load_task(name: str, version: str = "paper") -> Task:
     path = shipped(Path(name)) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
     if not path.is_file():
         raise UserError(
-            f"there is no task or task file {name!r}. {nearest(name, known_tasks())}", code="task"
+            f"there is no task or task file {name!r}; {nearest(name, known_tasks())}. `emo tasks` describes "
+            "them, and docs/how-to/add-a-task.md shows how to add one",
+            code="task",
         )
     if path.stem in (Path(MODEL).stem, Path(SAMPLES).stem):  # results have the name of their task
         raise UserError(f"task file {path} has a name that results use. Rename the file.", code="task")

@@ -20,70 +20,90 @@ from .judging import FORMATS, Judging, judge_pairs, read_replies, write_prompts
 from .pairs import Judged, Pairs, pair_answers, read_labelled, read_verdicts
 
 TOKENS = 1024  # of an answer
-ANSWER_EXAMPLE = """example:
-  emo answer --model runs/emo/export --questions alpaca_eval --data DIR
-  -> runs/eval/models/emo/answers/alpaca_eval-greedy/model_outputs.json"""
-JUDGE_EXAMPLE = """examples:
-  emo judge --judge auto-j --a MLE/model_outputs.json --b EMO/model_outputs.json
-  emo judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --export ask.jsonl --format openai
-  emo judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --replies batch_output.jsonl
-  emo judge --judge alpaca_eval --from annotations.json
-  emo judge --judge pandalm --labelled testset-v1.json --from pandalm-7b-testset-v1.json
-A is the baseline, and the win rate is B's. For the report run: emo report OUTPUT_PATH"""
 
 Say = Callable[[str], None]
 
 
 def add_arguments(subparsers: Any) -> None:
     """Add the commands `answer` and `judge` with their arguments."""
-    raw = argparse.RawDescriptionHelpFormatter
-    text = "answer instructions, in AlpacaEval's format"
-    answer = subparsers.add_parser("answer", help=text, epilog=ANSWER_EXAMPLE, formatter_class=raw)
+    answer = subparsers.add_parser(
+        "answer",
+        description="Answer instructions with a model, and write the answers in AlpacaEval's format to "
+        "OUTPUT_PATH/models/NAME/answers/.",
+        examples=["emo answer --model runs/mine/export --name mine --questions alpaca_eval"],
+    )
     add = answer.add_argument
     add_model(add)
-    add("--questions", required=True, help=f"{', '.join(SETS)}, or a file: a JSON array or JSON lines")
-    add("--data", default="hub", help="source of named questions: a directory, or hub (hub)")
-    add("--limit", type=int, help="evenly spaced questions (all)")
+    add("--questions", required=True, help=f"{', '.join(SETS)}, or a file with a JSON array or JSON lines")
+    add("--data", default="hub", metavar="DIR", help="directory with the named questions, or hub (hub)")
+    add("--limit", type=int, metavar="N", help="use only N evenly spaced questions (all)")
     add_template(add)
     add("--max_new_tokens", type=int, default=TOKENS, help=f"longest answer in tokens ({TOKENS})")
-    add("--temperature", type=float, help="sample, with divided logits; default: the most likely token")
+    add("--temperature", type=float, help="sample with this temperature (always the most likely token)")
     add("--top_p", type=float, default=1.0, help="sample from the most likely tokens that reach p (1)")
     add("--seed", type=int, default=0, help="seed of sampled answers (0)")
 
-    text = "compare two models' answers with a judge model"
-    judge = subparsers.add_parser("judge", help=text, epilog=JUDGE_EXAMPLE, formatter_class=raw)
+    judge = subparsers.add_parser(
+        "judge",
+        description="Compare two models' answers with a judge model. The win rate is that of B, and A is the "
+        "baseline. `emo report OUTPUT_PATH` shows it. To use a judge behind an API, write the prompts with "
+        "--write_prompts, send them, and read the replies with --replies.",
+        examples=[
+            "emo judge --judge auto-j --a mle/model_outputs.json --b emo/model_outputs.json",
+            "emo judge --judge alpaca_eval --a a.json --b b.json --write_prompts ask.jsonl --format openai",
+            "emo judge --judge alpaca_eval --a a.json --b b.json --replies batch_output.jsonl",
+            "emo judge --judge alpaca_eval --from annotations.json",
+            "emo judge --judge pandalm --labelled testset-v1.json --from pandalm-7b-testset-v1.json",
+        ],
+    )
     add = judge.add_argument
-    add("--judge", required=True, help=f"{', '.join(JUDGES)}: prompts, and the format of replies")
-    add("--a", type=Path, metavar="ANSWERS", help="the baseline's answers: a file, or a directory of answer")
+    add("--judge", required=True, help=f"prompts and format of the replies: {', '.join(JUDGES)}")
+    add(
+        "--a",
+        type=Path,
+        metavar="ANSWERS",
+        help="the baseline's answers: a file, or a directory that answer wrote",
+    )
     add("--b", type=Path, metavar="ANSWERS", help="the other model's answers to the same questions")
-    add("--labelled", type=Path, metavar="FILE", help="instead: PandaLM's or Auto-J's human-labelled pairs")
-    add("--limit", type=int, help="evenly spaced pairs (all)")
+    add(
+        "--labelled",
+        type=Path,
+        metavar="FILE",
+        help="judge PandaLM's or Auto-J's human-labelled pairs instead of --a and --b",
+    )
+    add("--limit", type=int, metavar="N", help="use only N evenly spaced pairs (all)")
     source = judge.add_mutually_exclusive_group()
     source.add_argument("--model", help="the judge's weights: a directory or hub id (the judge's own)")
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-    source.add_argument("--export", help="write the prompts of both orders and exit", **file)
-    source.add_argument("--replies", help="read replies to exported prompts", **file)
-    text = "existing verdicts: AlpacaEval's annotations.json, PandaLM's, or Auto-J's (and exchanged)"
+    source.add_argument("--write_prompts", help="write the prompts of both orders and exit", **file)
+    source.add_argument("--replies", help="read the replies to written prompts", **file)
+    text = "read existing verdicts: AlpacaEval's annotations.json, PandaLM's, or Auto-J's two files"
     source.add_argument("--from", dest="existing", nargs="+", help=text, **file)
-    add("--format", default="jsonl", help=f"format of --export: {', '.join(FORMATS)} (jsonl)")
-    text = "model that --format openai requests (the judge's own), and that must have written --replies"
+    add("--format", default="jsonl", help=f"format of --write_prompts: {', '.join(FORMATS)} (jsonl)")
+    text = "model that --format openai requests and that must have written --replies (the judge's own)"
     add("--ask_for", metavar="MODEL", help=text)
-    text = "also judge answers that were cut off at the token limit (default: leave such pairs out)"
+    text = "also judge pairs with an answer that was cut off at the token limit"
     add("--include_cut_off", action="store_true", help=text)
     add("--max_new_tokens", type=int, help="longest reply in tokens (the judge's own)")
     add("--name", help="name of the judgement (B-vs-A-QUESTIONS-JUDGE)")
-    judge.add_argument("--output_path", type=Path, default=OUT, help=f"results directory ({OUT})")
+    judge.add_argument(
+        "--output_path", type=Path, default=OUT, metavar="DIR", help=f"results directory ({OUT})"
+    )
 
     for command in (answer, judge):
-        command.add_argument("--engine", default="transformers", help=f"{', '.join(ENGINES)} (transformers)")
-        text = "texts at a time (64); vLLM ignores it"
+        command.add_argument(
+            "--engine",
+            default="transformers",
+            help=f"generates the text: {', '.join(ENGINES)} (transformers)",
+        )
+        text = "texts per batch (64); vLLM ignores it"
         command.add_argument("--batch_size", type=int, default=64, help=text)
         add_dtype(command.add_argument)
 
 
 def run(args: argparse.Namespace, say: Say) -> int:
     """Run `answer` or `judge`, and return the exit code."""
-    if args.command == "answer" or not (args.existing or args.export or args.replies):  # runs a model
+    if args.command == "answer" or not (args.existing or args.write_prompts or args.replies):  # runs a model
         say(f"{args.command}: loading libraries")
     return (_answer if args.command == "answer" else _judge)(args, say)
 
@@ -117,9 +137,11 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
             raise UserError("--from includes the answers. Remove --a, --b and --limit.")
         return _report(read_verdicts(args.existing, args.labelled, judge.name), args, say)
     pairs, left_out = _read_pairs(args, say)
-    if args.export:
-        prompts = write_prompts(judge, pairs, args.export, args.format, args.ask_for, args.max_new_tokens)
-        say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")
+    if args.write_prompts:
+        prompts = write_prompts(
+            judge, pairs, args.write_prompts, args.format, args.ask_for, args.max_new_tokens
+        )
+        say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.write_prompts}")
         return ExitCode.DONE
     judged = (_judge_replies if args.replies else _judge_with_model)(args, judge, pairs, left_out, say)
     return _report([judged], args, say)
@@ -167,7 +189,7 @@ def _judge_with_model(
     if path is None:
         raise UserError(
             f"--judge {judge.name}: the weights of its model are not public. Set --model to another model, "
-            "or --export the prompts and read the --replies."
+            "or write the prompts with --write_prompts and read the --replies."
         )
     model = EvaluatedModel(path, dtype=args.dtype)
     engine = make_engine(args.engine, model, judge.decoding, args.batch_size)

@@ -3,8 +3,8 @@
 A model on this machine replies in chunks that processes share. For a judge elsewhere, the prompts are written
 to a file and its replies are read back, so no API key is needed here.
 
-    {"id": ID, "prompt": TEXT}                     --export FILE; replies: {"id", "reply": TEXT, "model"}
-    {"custom_id": ID, "method", "url", "body"}     --export FILE --format openai; replies: its batch output
+    {"id": ID, "prompt": TEXT}              --write_prompts FILE; replies: {"id", "reply": TEXT, "model"}
+    {"custom_id": ID, "method", "url", "body"} --write_prompts FILE --format openai; replies: its batch output
 
 ID is DIGEST-ROW-ORDER. Replies to other pairs, or to another judge's prompts, are rejected.
 """
@@ -155,7 +155,7 @@ def write_prompts(
     if form == "openai" and isinstance(judge.decoding, Beams):
         raise UserError(f"--format openai: batch files do not support the beam search of {judge.name}")
     if file.is_dir():
-        raise UserError(f"--export {file} is a directory. Set it to a file.")
+        raise UserError(f"--write_prompts {file} is a directory. Set it to a file.")
     kind = "chat/completions" if judge.chat else "completions"
     lines = []
     for pair, ids in zip(pairs.rows, _prompt_ids(judge, pairs), strict=True):
@@ -203,7 +203,7 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path, asked: str | None) -> t
         raise UserError(
             f"{file}: {len(absent)} of {len(expected)} replies are missing, and {len(foreign)} belong to "
             f"other prompts: {shorten([*foreign, *absent])}. Use the --judge, answers and options of "
-            "--export.",
+            "--write_prompts.",
             code="foreign" if foreign else "missing",
         )
     replies = dict(zip(ids, map(_parse_reply, rows), strict=True))

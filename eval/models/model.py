@@ -26,6 +26,7 @@ from emo.common.io.weights import (
     GENERATION,
     Loaded,
     context_length,
+    explain_hub_error,
     load_causal_lm,
     load_model_config,
     opened_files,
@@ -345,9 +346,7 @@ def hub_snapshot(name: str) -> Path:
         with show_activity(f"{name}: downloading"):
             return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
     except Exception as error:  # the hub raises many kinds of errors
-        raise UserError(
-            f"{name} is neither a directory nor an accessible hub model ({type(error).__name__})"
-        ) from None
+        raise UserError(explain_hub_error(name, error)) from None
 
 
 def quiet_libraries() -> None:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.io.files import reset_modes
-from emo.common.io.weights import context_length, load_causal_lm, load_model_config
+from emo.common.io.weights import context_length, explain_hub_error, load_causal_lm, load_model_config
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.data_prep.shards.format import Manifest
 
@@ -165,8 +165,7 @@ def _find_nonfinite_parameter(model: PreTrainedModel) -> str:
 def _describe_load_error(path: str, error: Exception, key: str) -> str:
     if Path(path).exists():
         return f"{key}={path} cannot be loaded: {one_line(error)}"
-    problem = f"{key}={path} is neither a local directory nor a Hub model that can be reached"
-    return f"{problem}. Set it to a directory, or download the model where there is network (HF_HOME)."
+    return f"{key}: {explain_hub_error(path, error)}. Without network, download it first or set a directory."
 
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:

@@ -71,7 +71,7 @@ class TeacherConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Its logits are divided by this."""
     scores: str | None = None
-    """Instead of a model: the name of scores that `emo score --top-k K` stored with the data."""
+    """Instead of a model: the name of scores that `emo score --top_k K` stored with the data."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TeacherConfig:

@@ -293,7 +293,7 @@ def _check_scores(config: RunConfig, scores: list[Scores | None]) -> None:
         if stored is not None and (stored.top_k is not None) != needs_top_k:
             kinds = "a teacher's most likely tokens", "the tokens of the data"
             has, needs = reversed(kinds) if needs_top_k else kinds
-            cure = f"run emo score {'with' if needs_top_k else 'without'} --top-k and another --name"
+            cure = f"run emo score {'with' if needs_top_k else 'without'} --top_k and another --name"
             problem = f"the scores {stored.files[0].parent} are of {has}, but the objective needs {needs}"
             raise UserError(f"{problem}; {cure}", code="scores-kind")
 

@@ -1,7 +1,7 @@
 """`emo score`: compute a model's log-probability of every prepared token, and store it with the shards.
 
 Training then reads the scores like tokens, without holding a second model in memory (`psft`, `excess`). With
-`--top-k K` the scores are those of the K most likely tokens at each position, and of all others together, for
+`--top_k K` the scores are those of the K most likely tokens at each position, and of all others together, for
 divergences from that model as a teacher.
 """
 
@@ -55,7 +55,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_
     if top_k is not None:
         smallest = min(rows.manifest.vocab_size for rows in sets)
         if not 0 < top_k < smallest:
-            raise UserError(f"--top-k must be from 1 to {smallest - 1} (given: {top_k})", code="option-range")
+            raise UserError(f"--top_k must be from 1 to {smallest - 1} (given: {top_k})", code="option-range")
     identity = _identify_scores(config, top_k)
     for data in sets:
         if force:

@@ -44,10 +44,10 @@ PATIENCE = 600  # seconds for a command; other work may share the machine
 FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
 FILLED |= {"HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none", "FILE": "table2"}
 PARSERS = {
-    "pipeline": "import sys; from emo.pipeline.cli import _parser; _parser().parse_args(sys.argv[1:])",
+    "pipeline": "import sys; from emo.pipeline.cli import make_parser as p; p().parse_args(sys.argv[1:])",
     "eval": "import sys; from emo.eval.cli import parser; parser().parse_args(sys.argv[1:])",
-    "data_prep": "import sys; import emo.data_prep.cli as m; "
-    "args = m.parse_arguments(m._parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
+    "data_prep": "import sys; import emo.data_prep.cli as m; args = "
+    "m.parse_arguments(m.make_parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
 }
 
 

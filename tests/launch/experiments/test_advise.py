@@ -19,6 +19,7 @@ from emo.experiments.advise import (
     find_share,
     measure_cost_fit,
 )
+from emo.experiments.cli import main
 from emo.experiments.known_truth import bigram
 from emo.pipeline.loss.expected import CostOperator
 from tests.helpers.evaluating import tiny_model
@@ -93,21 +94,21 @@ def test_advice_for_a_recipe(
     recipe = tiny_recipe(tmp_path)
     monkeypatch.setattr(advise, "MAP", tmp_path / "map.json")
     (tmp_path / "map.json").write_text(json.dumps({"code": "c0de", "level": 0.95, "rows": rows()}))
-    assert advise.main(["advise", str(recipe)]) == 2
+    assert main(["advise", str(recipe)]) == 2
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "data" / "tokenizer")
     tiny_model(tmp_path / "model", 1, tokenizer, vocab_size=384)
     model = [f"model.path={tmp_path / 'model'}", "model.architecture=null"]
-    assert advise.main(["advise", str(recipe), *model]) == 0
+    assert main(["advise", str(recipe), *model]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("EMO is not expected") and any("cell   400 tokens" in line for line in others)
     (tmp_path / "map.json").write_text(json.dumps({"rows": [row for row in rows() if row["V"] == 50]}))
     monkeypatch.setattr(advise, "measure_recipe_fit", lambda *_: pytest.fail("no model is read in vain"))
-    assert advise.main(["advise", str(recipe), *model]) == 0
+    assert main(["advise", str(recipe), *model]) == 0
     assert "not known" in capsys.readouterr().out
     (tmp_path / "map.json").write_text(json.dumps({"code": "c0de", "level": 0.95, "rows": rows()}))
     monkeypatch.undo()
     monkeypatch.setattr(advise, "MAP", tmp_path / "map.json")
-    assert advise.main(["advise", str(recipe), *model, "objective.cost=live"]) == 2
+    assert main(["advise", str(recipe), *model, "objective.cost=live"]) == 2
 
 
 def test_the_shipped_map_has_the_needed_verdicts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -88,10 +89,12 @@ def test_a_custom_objective_and_a_schedule_train(folder: Path) -> None:
         assert record["loss"] == pytest.approx(record["nll"], rel=1e-6)
 
 
-@pytest.mark.parametrize("arguments", [["--part", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])
+@pytest.mark.parametrize("arguments", [["--shard", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])
 def test_invalid_arguments_exit_with_code_2(folder: Path, arguments: list[str]) -> None:
     model = [] if "--model" in arguments else ["--model", str(folder / "model")]
-    assert main(["score", str(folder / "recipe.yaml"), *model, *arguments]) == 2
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main(["score", str(folder / "recipe.yaml"), *model, *arguments]))
+    assert end.value.code == 2
 
 
 @pytest.mark.parametrize("changes", [["objective.name=psft"], ["objective.scores=x", "objective.name=mle"]])

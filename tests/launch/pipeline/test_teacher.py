@@ -135,7 +135,7 @@ def test_stored_scores_approximate_the_live_teacher(folder: Path) -> None:
     gaps = []
     for k in (8, 256):
         command = ["score", str(folder / "recipe.yaml"), "--model", teacher, "--name", f"top{k}"]
-        assert main([*command, "--top-k", str(k)]) == 0
+        assert main([*command, "--top_k", str(k)]) == 0
         stored = f'objective={{"name": "kl", "teacher": {{"scores": "top{k}"}}}}'
         gaps.append(1 - train_alone(folder, f"top{k}", stored)[0]["divergence"] / live[0]["divergence"])
     assert 0.0005 < gaps[1] + 0.001 < gaps[0]

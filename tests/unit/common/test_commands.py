@@ -13,17 +13,47 @@ import sys
 import pytest
 
 import emo.pipeline.cli
-from emo.__main__ import COMMANDS, main
-from emo.common.errors import DiskFullError, FailureError, UserError, exit_code_of
+import emo.pipeline.control.stop
+from emo.__main__ import COMMANDS, all_parsers, main
+from emo.common.cli.commands import Parser, parse_arguments
+from emo.common.errors import DiskFullError, ExitCode, FailureError, UserError, exit_code_of
+from emo.common.io.weights import explain_hub_error
+from emo.eval.icl.tasks import known_tasks
 from tests.conftest import REPO
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"train"}))  # which becomes another program
-def test_every_command_answers_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_help_has_a_purpose_examples_and_exit_codes() -> None:
+    parsers = all_parsers()
+    assert {name.split()[0] for name in parsers} == COMMANDS.keys()
+    for name, parser in parsers.items():
+        assert isinstance(parser, Parser) and parser.description and parser.exit_codes, name
+        text = parser.format_help()
+        assert text.startswith("usage: emo ") and f"\n  {ExitCode.MISTAKE.value}  " in text, name
+        assert all(action.help for action in parser._actions), name
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        assert not [flag for flag in flags if "-" in flag.strip("-")], name
+        for example in parser.examples:
+            program, verb, *words = shlex.split(example)
+            assert (program, verb) == ("emo", name.split()[0])
+            words = words[words.index("--") + 1 :] if verb == "train" and "--" in words else words
+            parse_arguments(parser, words)
+
+
+@pytest.mark.parametrize("words", [["help", "plan"], ["plan", "--help"], ["help", "report"], ["--help"]])
+def test_help_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        sys.exit(main([command, "--help"]))
-    assert not end.value.code
-    assert "usage: emo " in capsys.readouterr().out
+        sys.exit(main(words))
+    assert not end.value.code and capsys.readouterr().out.startswith("usage: emo ")
+
+
+def test_emo_lists_its_commands_and_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == ExitCode.MISTAKE
+    listed = capsys.readouterr().err
+    assert all(f"\n  {name} " in listed for name in COMMANDS) and main(["help"]) == main(["version"]) == 0
+    capsys.readouterr()
+    assert main(["tasks"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{name} " in printed for name in known_tasks())
 
 
 def test_missing_packages_are_reported_in_one_line() -> None:
@@ -57,14 +87,58 @@ def test_errors_are_one_line_and_an_exit_code(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_misspelt_options_get_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
-    report = ("repot x", "report x --ovr y", "report x --out y", "report x --over stps")
-    for words in (*report, "plan x --gpus y --bst a=1"):
-        with pytest.raises(SystemExit) as end:
-            emo.pipeline.cli.main(words.split())
-        assert end.value.code == 2
-    meant = re.findall(r"mean (\S+)\?", capsys.readouterr().err)
-    assert meant == ["report", "--over", "--output_path", "step", "--best"]
+RECIPE = "launch/recipes/quickstart-pretrain.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        ("train R --learning_rate 1e-5", "train.learning_rate=1e-5"),
+        ("train --learning-rate=1e-5 R", "train.learning_rate=1e-5"),
+        ("train R --lr 1e-5", "train.learning_rate=1e-5"),
+        ("train R --num_train_epochs 3", "train.num_train_epochs=3"),
+        ("train R --per_device_train_batch_size 4", "train.micro_batch_size=4"),
+        ("train R --model_name_or_path gpt2", "model.path=gpt2"),
+        ("train R --deepspeed ds.json", "deepspeed=ds.json"),
+        ("train R --output_dir X", "output_dir=X"),
+        ("train R --weight_decay train.seed=1", "train.weight_decay=VALUE"),
+        ("train R --resume", "remove it: the same command resumes"),
+        ("train R --num_gpus 2", "--num_gpus 8 -- RECIPE"),
+        ("train --config R", "emo train RECIPE"),
+        ("train R --dry-run", "did you mean --dry_run?"),
+        ("train", "RECIPE"),
+        ("train R train.report_to=wandb", "for example [wandb]"),
+        ("train R train.gradient_accumulation_steps=4", "train.global_batch_size"),
+        ("train R base_model=gpt2", "model.path"),
+        ("train R micro_batch_size=4", "train.micro_batch_size"),
+        ("train chat.jsonl", "emo sniff chat.jsonl"),
+        ("prepare chat.jsonl.zst", "emo sniff chat.jsonl.zst"),
+        ("prepare R --num_proc 8", "--workers N"),
+        ("plan R --gpus 8xB200", "H100-80G"),
+        ("plan R --gpus 8xA100", "8xA100-80G"),
+        ("plan R --gpus y --bst a=1", "--best"),
+        ("report x --out y", "does not exist"),
+        ("eval --model x --data y --tasks hellaswag", "emo tasks"),
+        ("eval --model_args x", "--model?"),
+        ("sft R", "emo train"),
+        ("lm_eval R", "emo eval"),
+        ("repot x", "emo report"),
+    ],
+)
+def test_wrong_arguments_are_answered_with_what_to_type(
+    words: str, cure: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emo.pipeline.cli, "leave", sys.exit)
+    monkeypatch.setattr(emo.pipeline.control.stop, "leave_early", lambda: None)
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main(words.replace(" R", f" {REPO / RECIPE}").split()))
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and cure in error
+
+
+@pytest.mark.parametrize("error", [OSError("You are trying to access a gated repo."), OSError("unreachable")])
+def test_models_that_cannot_be_reached_are_explained(error: OSError) -> None:
+    assert re.search("licence at .*/some/model and set HF_TOKEN", explain_hub_error("some/model", error))
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])

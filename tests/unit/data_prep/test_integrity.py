@@ -485,6 +485,6 @@ def test_inspect_sums_many_sources(tmp_path: Path, capsys: pytest.CaptureFixture
     for i, text in enumerate(texts(45)):
         write_jsonl(tmp_path / f"{i:02}.jsonl", [text, ""])
     config = prepared(tmp_path, sources=[{"files": "*.jsonl"}], sequence_len=8)
-    assert main(["inspect", str(config.dir / "train"), "--samples", "0"]) == 0
+    assert main(["inspect", str(config.dir / "train"), "--rows", "0"]) == 0
     shown = capsys.readouterr().out
     assert "19.jsonl" in shown and "20.jsonl" not in shown and "25 more" in shown and "25 empty" in shown

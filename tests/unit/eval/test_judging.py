@@ -128,7 +128,7 @@ def test_a_short_context_cuts_both_answers_to_the_same_length(world: Path, tmp_p
 def exported(
     world: Path, out: Path, name: str, form: str = "jsonl", *options: str, left_out: int = 0
 ) -> list[dict[str, Any]]:
-    judge(world, out, "--export", out / "ask.jsonl", "--format", form, *options, name=name)
+    judge(world, out, "--write_prompts", out / "ask.jsonl", "--format", form, *options, name=name)
     rows = read_lines(out / "ask.jsonl")
     assert len(rows) == 2 * (9 - left_out)
     return rows
@@ -260,7 +260,7 @@ def test_cut_off_answers_are_left_out_by_default(world: Path, tmp_path: Path) ->
         (tmp_path / f"{name}.json").write_text(
             json.dumps([row | {"ended": False} for row in json.loads((world / f"{name}.json").read_text())])
         )
-    both = ("--a", tmp_path / "a.json", "--b", tmp_path / "b.json", "--export", tmp_path / "x")
+    both = ("--a", tmp_path / "a.json", "--b", tmp_path / "b.json", "--write_prompts", tmp_path / "x")
     code, _, err = command("judge", "--judge", "pandalm", *both)
     assert code == 2 and "--include_cut_off" in err
 
@@ -438,9 +438,9 @@ WRONG_OPTIONS = (
     "--engine llama.cpp", "--batch_size 0", "--template vicuna", "--template chat_template",
 )  # fmt: skip
 WRONG_JUDGES = (
-    "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --export p --format x", "auto-j --from a.json",
-    "pandalm BOTH --export p --format openai", "auto-j BOTH --export .", "pandalm --labelled a.json",
-    "pandalm BOTH --model judge --max_new_tokens 2000",
+    "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --write_prompts p --format x", "auto-j --from a.json",
+    "pandalm BOTH --write_prompts p --format openai", "auto-j BOTH --write_prompts .",
+    "pandalm --labelled a.json",    "pandalm BOTH --model judge --max_new_tokens 2000",
 )  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def evaluated(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_report_of_real_evaluations(evaluated: Path, tmp_path: Path) -> None:
     """Its sections, three formats with the same numbers, and the spread over seeds."""
     runs = [f"--run={o}-200={evaluated / 'runs' / o}" for o in ("mle", "emo")]
-    options = [*runs, "--notice", "Toy <b>.", "--seeds", "both=emo-200,mle-200"]
+    options = [*runs, "--notice", "Toy <b>.", "--repeats", "both=emo-200,mle-200"]
     assert command("report", evaluated / "out", "--output_path", f"{tmp_path}/", *options)[0] == 0
     text, markdown = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("html", "md"))
     page, data = Page(text), json.loads((tmp_path / "results.json").read_text())
