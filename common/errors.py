@@ -20,7 +20,7 @@ AGAIN = "run the same command again to resume"
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all commands (docs/operations.md)."""
+    """Exit codes of all commands (docs/reference/exit-codes.md)."""
 
     DONE = 0
     FAILURE = 1  # a crash, a lost rank or a full disk; the same command resumes

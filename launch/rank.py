@@ -136,7 +136,7 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
         usage=f"{called.removeprefix('deepspeed ')} [options of deepspeed --] {options}",
         description="Train a recipe. Run the same command again to resume.",
         epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
-        "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
+        "step, 75 stopped and saved; docs/reference/exit-codes.md says which launchers pass them on.",
     )
     add = add_recipe_arguments(parser)
     add("--dry_run", action="store_true", help="check and plan the run without training")

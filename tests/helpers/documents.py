@@ -32,6 +32,7 @@ from tests.conftest import REPO
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
 NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "Apptainer", "real data", "service", "time"}
+NEEDS |= {"vLLM", "llama.cpp"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 ROOMS = "common|data_prep|pipeline|eval|experiments|launch"
 FOREIGN = {
@@ -41,6 +42,9 @@ FOREIGN = {
     "kubectl",
     "pip",
     "make",
+    "vllm",
+    "llama.cpp/convert_hf_to_gguf.py",
+    "llama-server",
 }  # whose own options nobody here can be asked about
 DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--tmpfs"}  # named without their command
 LAUNCHERS = ("deepspeed.launcher.runner", "torch.distributed.run")
@@ -183,7 +187,7 @@ def _owner(words: list[str]) -> str:
     match words:
         case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_] if verb in COMMANDS:
             return verb
-        case [program, *_] if program in FOREIGN:
+        case ["python", program, *_] | [program, *_] if program in FOREIGN:
             return program
     return ""
 
