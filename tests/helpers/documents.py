@@ -23,9 +23,11 @@ from markdown_it.token import Token
 from pydantic import ValidationError
 
 from emo.__main__ import COMMANDS, EVALUATION, TRAINING
-from emo.common.config.recipe import parse_section
+from emo.common.config.recipe import Section, parse_section
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
+from emo.eval.icl.tasks import TaskSpec
+from emo.experiments.sweeps.design import Experiment
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
 
@@ -148,11 +150,19 @@ def _of_block(block: Block) -> Iterator[str]:
         if block.file is None:  # a fragment
             yield from (f"no recipe has the key {key}" for key in unknown_keys(tree))
             return
-        whole = "train" in tree
         try:
-            parse_section(*((RunConfig, tree, "") if whole else (DataConfig, tree.get("data"), "data")))
+            parse_section(*_section(tree))
         except UserError as error:
             yield str(error)
+
+
+def _section(tree: Any) -> tuple[type[Section], Any, str]:
+    """Return the model of a YAML file, the part of the file that it describes, and its key."""
+    if "axes" in tree:
+        return Experiment, tree, ""
+    if "prompts" in tree:
+        return TaskSpec, tree, ""
+    return (RunConfig, tree, "") if "train" in tree else (DataConfig, tree.get("data"), "data")
 
 
 def _names(text: str) -> Iterator[str]:
