@@ -1,7 +1,8 @@
 """Task files: their keys, and the prompts that they define.
 
-A new task is a new file in `eval/icl/tasks/`, or any file whose path is passed to `--tasks`. README.md there
-has an example. Labels are compared by name, because copies of a data set number them differently.
+A new task is a new file in `eval/icl/tasks/`, or any file whose path is passed to `--tasks`.
+docs/how-to/add-a-task.md has an example. Labels are compared by name, because copies of a data set number
+them differently.
 """
 
 from __future__ import annotations

@@ -23,15 +23,18 @@ from markdown_it.token import Token
 from pydantic import ValidationError
 
 from emo.__main__ import COMMANDS, EVALUATION, TRAINING
-from emo.common.config.recipe import parse_section
+from emo.common.config.recipe import Section, parse_section
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
+from emo.eval.icl.tasks import TaskSpec
+from emo.experiments.sweeps.design import Experiment
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
 NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "Apptainer", "real data", "service", "time"}
+NEEDS |= {"vLLM", "llama.cpp"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 ROOMS = "common|data_prep|pipeline|eval|experiments|launch"
 FOREIGN = {
@@ -41,6 +44,9 @@ FOREIGN = {
     "kubectl",
     "pip",
     "make",
+    "vllm",
+    "llama.cpp/convert_hf_to_gguf.py",
+    "llama-server",
 }  # whose own options nobody here can be asked about
 DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--tmpfs"}  # named without their command
 LAUNCHERS = ("deepspeed.launcher.runner", "torch.distributed.run")
@@ -144,11 +150,19 @@ def _of_block(block: Block) -> Iterator[str]:
         if block.file is None:  # a fragment
             yield from (f"no recipe has the key {key}" for key in unknown_keys(tree))
             return
-        whole = "train" in tree
         try:
-            parse_section(*((RunConfig, tree, "") if whole else (DataConfig, tree.get("data"), "data")))
+            parse_section(*_section(tree))
         except UserError as error:
             yield str(error)
+
+
+def _section(tree: Any) -> tuple[type[Section], Any, str]:
+    """Return the model of a YAML file, the part of the file that it describes, and its key."""
+    if "axes" in tree:
+        return Experiment, tree, ""
+    if "prompts" in tree:
+        return TaskSpec, tree, ""
+    return (RunConfig, tree, "") if "train" in tree else (DataConfig, tree.get("data"), "data")
 
 
 def _names(text: str) -> Iterator[str]:
@@ -183,7 +197,7 @@ def _owner(words: list[str]) -> str:
     match words:
         case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_] if verb in COMMANDS:
             return verb
-        case [program, *_] if program in FOREIGN:
+        case ["python", program, *_] | [program, *_] if program in FOREIGN:
             return program
     return ""
 
