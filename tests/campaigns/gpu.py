@@ -2,8 +2,9 @@
 
     python -m tests.campaigns.gpu [--parts 1 2 3] [--within SECONDS] [--output_path DIR] [--quick]
 
-Parts, targets and what they need: docs/performance.md, On a GPU. Every part runs in a process of its own that
-is killed when its time is over. Figures go to DIR/results.json as they come (runs/gpu unless set), traces and
+Parts 1, 2, 4 and 6 need PyTorch 2.11 with Triton 3.6 or later, the imports of emo.loss, psutil and rich. The
+others also need pydantic, DeepSpeed, hjson and nvidia-ml-py. A part that lacks something is skipped with a line.
+Each part runs in a separate process, which is killed when its time is over. Figures go to DIR/results.json as they come (runs/gpu unless set), traces and
 output beside it; weights, data and runs are in runs/gpu/work whatever DIR is. Parts that run again replace
 their figures, so that several commands can share the work. Exits 1 when a target is missed or a part failed.
 `--within` starts no part later and ends the last one then: parts 1 to 3 take at most 7 minutes, all 26.

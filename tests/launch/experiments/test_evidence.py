@@ -125,7 +125,8 @@ def test_a_sweep_is_run_by_emo_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_table_of_objectives_is_that_of_the_code() -> None:
     row = re.compile(r"^\| `(\w+)` \|.*\| (-?[\d.]+) \| (-?[\d.]+) \|$", re.M)
-    written = {name: pulls for name, *pulls in row.findall((REPO / "docs/reference/objectives.md").read_text())}
+    page = (REPO / "docs/reference/objectives.md").read_text()
+    written = {name: pulls for name, *pulls in row.findall(page)}
     p = torch.tensor(PROBABILITIES, dtype=torch.float64)
     assert written == {
         o.name: [f"{x:.3f}" for x in compute_pull(o, p).tolist()] for o in default_objectives()
