@@ -2,15 +2,15 @@
 
     python -m tests.campaigns.gpu [--parts 1 2 3] [--within SECONDS] [--output_path DIR] [--quick]
 
-tests/bench/README.md lists the parts and their targets. Each part runs in a separate process, which is killed
-when its time is over. Results go to DIR/results.json (runs/gpu by default), next to traces and output. Weights,
-data and runs are always in runs/gpu/work. Parts that run again replace their results, so that several commands
-can share the work. The exit code is 1 if a target is missed or a part fails. With `--within` no part starts
-after that time, and the last one ends then. Parts 1 to 3 take at most 7 minutes, all of them 26. `--quick` tries
-every case in small on a CPU, where no target applies.
+tests/bench/README.md lists the parts and their targets. Each part runs in a separate process, which is
+killed when its time is over. Results go to DIR/results.json (runs/gpu by default), next to traces and
+output. Weights, data and runs are always in runs/gpu/work. Parts that run again replace their results, so
+that several commands can share the work. The exit code is 1 if a target is missed or a part fails. With
+`--within` no part starts after that time, and the last one ends then. Parts 1 to 3 take at most 7 minutes,
+all of them 26. `--quick` tries every case in small on a CPU, where no target applies.
 
-Parts 1, 2, 4 and 6 need PyTorch 2.11 with Triton 3.6 or later, the imports of emo.loss, psutil and rich. The
-others also need pydantic, DeepSpeed, hjson and nvidia-ml-py. A part that lacks something is skipped.
+Parts 1, 2, 4 and 6 need PyTorch 2.11 with Triton 3.6 or later, the imports of emo.loss, psutil and rich.
+The others also need pydantic, DeepSpeed, hjson and nvidia-ml-py. A part that lacks something is skipped.
 """
 
 from __future__ import annotations
