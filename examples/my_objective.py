@@ -1,9 +1,9 @@
-"""A new objective in ten lines: likelihood that counts more where the model is unsure.
+"""A new objective in ten lines: cross-entropy that counts more where the model is unsure.
 
-Give a training command objective.name=examples/my_objective.py:unsure, or use this name wherever an objective
-has one. The names of the function's parameters choose its inputs, per token: m, p, D, H, S, top, stored
-(docs/objectives.md); keyword-only ones are its options. It returns a weight [n]: the loss is weight * m, and
-the weight is not differentiated.
+Set objective.name=examples/my_objective.py:unsure in a training command, or pass this name wherever an
+objective is expected. The names of the function's parameters choose its inputs, per token: m, p, D, H, S,
+top, stored (docs/reference/objectives.md). Keyword-only parameters are options. The function returns a
+weight [n]. The loss is weight * m, and the weight is not differentiated.
 """
 
 from torch import Tensor

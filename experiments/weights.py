@@ -1,6 +1,6 @@
 """The gradient of each objective at the target's logit, by the target's probability.
 
-    python -m emo.experiments.weights docs/objectives.svg   # figure of docs/objectives.md, and its numbers
+    python -m emo.experiments.weights docs/reference/objectives.svg   # numbers and figure of objectives.md
 
 The remaining probability is spread evenly over OTHERS tokens with a cost of 1. A second model gives the
 target the probability STORED.

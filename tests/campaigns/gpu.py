@@ -2,12 +2,15 @@
 
     python -m tests.campaigns.gpu [--parts 1 2 3] [--within SECONDS] [--output_path DIR] [--quick]
 
-Parts, targets and what they need: docs/performance.md, On a GPU. Every part runs in a process of its own that
-is killed when its time is over. Figures go to DIR/results.json as they come (runs/gpu unless set), traces and
-output beside it; weights, data and runs are in runs/gpu/work whatever DIR is. Parts that run again replace
-their figures, so that several commands can share the work. Exits 1 when a target is missed or a part failed.
-`--within` starts no part later and ends the last one then: parts 1 to 3 take at most 7 minutes, all 26.
-`--quick` tries all of it in small on a CPU, where no target holds.
+tests/bench/README.md lists the parts and their targets. Each part runs in a separate process, which is
+killed when its time is over. Results go to DIR/results.json (runs/gpu by default), next to traces and
+output. Weights, data and runs are always in runs/gpu/work. Parts that run again replace their results, so
+that several commands can share the work. The exit code is 1 if a target is missed or a part fails. With
+`--within` no part starts after that time, and the last one ends then. Parts 1 to 3 take at most 7 minutes,
+all of them 26. `--quick` tries every case in small on a CPU, where no target applies.
+
+Parts 1, 2, 4 and 6 need PyTorch 2.11 with Triton 3.6 or later, the imports of emo.loss, psutil and rich.
+The others also need pydantic, DeepSpeed, hjson and nvidia-ml-py. A part that lacks something is skipped.
 """
 
 from __future__ import annotations

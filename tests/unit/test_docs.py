@@ -44,7 +44,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 def test_a_walk_names_functions_that_exist() -> None:
     """In the tables of architecture.md: files, what is called there, and what happens."""
-    stations = WALK.findall((REPO / "docs" / "architecture.md").read_text())
+    stations = WALK.findall((REPO / "docs" / "explanation" / "architecture.md").read_text())
     assert len(stations) > 30
     for files, names in stations:
         defined = set().union(*(documents.functions(REPO / file) for file in re.findall(r"`(.*?)`", files)))

@@ -17,6 +17,7 @@ import yaml
 from emo.common.config.recipe import load_section
 from emo.experiments.cli import main as sweep_command
 from emo.experiments.evidence import Evidence, gather_parts, main
+from emo.experiments.known_truth.picture import tabulate_map
 from emo.experiments.weights import PROBABILITIES, compute_pull, default_objectives
 from tests.conftest import REPO
 from tests.helpers.launching import wait_for
@@ -123,9 +124,15 @@ def test_a_sweep_is_run_by_emo_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(gather_parts(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
 
 
+def test_the_tables_of_the_map_are_current() -> None:
+    rows = json.loads((REPO / "experiments/known_truth/map.json").read_text())["rows"]
+    assert (REPO / "experiments/results/map.md").read_text() == tabulate_map(rows)
+
+
 def test_the_table_of_objectives_is_that_of_the_code() -> None:
     row = re.compile(r"^\| `(\w+)` \|.*\| (-?[\d.]+) \| (-?[\d.]+) \|$", re.M)
-    written = {name: pulls for name, *pulls in row.findall((REPO / "docs/objectives.md").read_text())}
+    page = (REPO / "docs/reference/objectives.md").read_text()
+    written = {name: pulls for name, *pulls in row.findall(page)}
     p = torch.tensor(PROBABILITIES, dtype=torch.float64)
     assert written == {
         o.name: [f"{x:.3f}" for x in compute_pull(o, p).tolist()] for o in default_objectives()
