@@ -213,7 +213,7 @@ def _is_orphan(launchers: list[int]) -> bool:
         return "CROSS_RANK" in os.environ  # set by DeepSpeed's launch.py
     if not _is_deepspeed(launchers[1]):
         return launchers[1] == 1 or REPORTS in os.environ
-    return len(launchers) > 2 and not any(p.endswith("supervise.py") for p in command_line(launchers[2]))
+    return len(launchers) > 2 and str(launchers[2]) != os.environ.get(SUPERVISOR)
 
 
 def _is_deepspeed(pid: int) -> bool:
