@@ -32,8 +32,8 @@ from typing import NamedTuple
 import zstandard
 
 from emo.__main__ import COMMANDS, DATA
+from emo.data_prep.encoding.chat_templates import BUILT_IN
 from tests.campaigns.campaign import Campaign, conduct, copy_checkout
-from tests.helpers.chat_templates import CHATML
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
 from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
@@ -85,7 +85,7 @@ class Scratch:
         (chat / "refs" / "main").write_text("0" * 40)
         tokenizer = tiny_tokenizer(cached / "snapshots" / "tokenizer")
         tokenizer.add_special_tokens(CHAT_TOKENS)
-        tokenizer.chat_template = CHATML
+        tokenizer.chat_template, _ = BUILT_IN["chatml"]
         tiny_model(chat / "snapshots" / ("0" * 40), tokenizer=tokenizer)
         write_jsonl(self.root / "notes" / "a.jsonl", texts(200))
         (self.root / "notes.txt").write_text("\n".join(texts(60)))
