@@ -32,6 +32,7 @@ from typing import NamedTuple
 import zstandard
 
 from emo.__main__ import COMMANDS, DATA
+from emo.data_prep.encoding.chat_templates import BUILT_IN
 from tests.campaigns.campaign import Campaign, conduct, copy_checkout
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
 from tests.helpers.documents import Block, blocks, documents, faults
@@ -39,6 +40,8 @@ from tests.helpers.evaluating import tiny_model, tiny_tokenizer
 from tests.helpers.launching import ENVIRONMENT, PIPED
 
 MODEL = "openai-community/gpt2"  # of the hub, that documents train and evaluate
+CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same, with a chat template
+CHAT_TOKENS = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 PATIENCE = 600  # seconds for a command; other work may share the machine
 # What stands for the words that a reader fills in.
 FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
@@ -77,6 +80,13 @@ class Scratch:
         (cached / "refs").mkdir(parents=True)
         (cached / "refs" / "main").write_text("0" * 40)
         tiny_model(cached / "snapshots" / ("0" * 40))
+        chat = cached.with_name(f"models--{CHAT_MODEL.replace('/', '--')}")
+        (chat / "refs").mkdir(parents=True)
+        (chat / "refs" / "main").write_text("0" * 40)
+        tokenizer = tiny_tokenizer(cached / "snapshots" / "tokenizer")
+        tokenizer.add_special_tokens(CHAT_TOKENS)
+        tokenizer.chat_template, _ = BUILT_IN["chatml"]
+        tiny_model(chat / "snapshots" / ("0" * 40), tokenizer=tokenizer)
         write_jsonl(self.root / "notes" / "a.jsonl", texts(200))
         (self.root / "notes.txt").write_text("\n".join(texts(60)))
         write_jsonl(self.root / "answers.jsonl", alpaca_rows(120))

@@ -15,7 +15,8 @@ import pytest
 
 from emo.common.errors import ExitCode
 from emo.launch.supervise import run_exit_code
-from emo.pipeline.control.stop import REPORTS, StopRequest
+from emo.pipeline.control import stop
+from emo.pipeline.control.stop import REPORTS, SUPERVISOR, StopRequest
 from tests.conftest import REPO
 from tests.helpers.launching import ENVIRONMENT, PIPED, wait_for
 
@@ -188,6 +189,14 @@ def test_the_supervisor_waits_for_all_ranks(rank: Path, number: signal.Signals) 
     os.kill(launcher if number == signal.SIGKILL else -process.pid, number)  # a process, or its whole group
     process.communicate(timeout=60)
     assert process.returncode == STOPPED and time.monotonic() - start_time > 1
+
+
+def test_a_supervisor_is_known_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line of `emo train` does not name supervise.py."""
+    monkeypatch.setenv(SUPERVISOR, "7")
+    monkeypatch.setattr(stop, "_is_deepspeed", lambda pid: True)
+    assert not stop._is_orphan([9, 8, 7])
+    assert stop._is_orphan([9, 8, 1])
 
 
 def test_a_second_ctrl_c_kills_the_ranks(rank: Path) -> None:
