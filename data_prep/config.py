@@ -165,9 +165,9 @@ class DataConfig(Section):
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
     """Treatment of examples that are longer than a block."""
     limit_rows: int | None = Field(None, gt=0)
-    """Most training rows (documents or examples, copies included) of all sources."""
+    """Largest number of training rows (documents or examples, with copies) of all sources."""
     limit_tokens: int | None = Field(None, gt=0)
-    """Most training tokens of all sources."""
+    """Largest number of training tokens of all sources."""
     strict: bool = mark("report", True)
     """Whether a broken line or a missing column is an error. false counts it as a rejected row."""
     max_chars: int = Field(10_000_000, gt=0)

@@ -146,7 +146,7 @@ class OnPolicyConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """The loss to minimise. docs/objectives.md lists the names and their parameters."""
+    """The loss to minimise. docs/reference/objectives.md lists the names and their parameters."""
 
     name: str = "emo"
     """Name of a built-in objective, FILE.py:FUNCTION, MODULE:FUNCTION, or a name that an installed package

@@ -1,6 +1,6 @@
 """The configuration reference, made from the recipe's models: python -m tests.helpers.reference
 
-Writes docs/reference.md, a table of every key, and docs/recipe.schema.json, from which editors complete.
+Writes docs/reference/recipe.md, a table of every key, and docs/recipe.schema.json, from which editors complete.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from emo.common.config.recipe import FREE, Section
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
 
-PAGE = REPO / "docs" / "reference.md"
+PAGE = REPO / "docs" / "reference" / "recipe.md"
 SCHEMA = REPO / "docs" / "recipe.schema.json"
 HEADER = """# Recipe reference
 
-Every key of a recipe. `make reference` writes this page and [the JSON schema](recipe.schema.json) from the
-models in `data_prep/config.py` and `pipeline/*/config.py`. An editor with YAML support completes and checks
-keys when a recipe begins with this line:
+A recipe is a YAML file with the keys below. `make reference` generates this page and
+[the JSON schema](../recipe.schema.json) from `data_prep/config.py` and `pipeline/*/config.py`. Begin your recipe
+with this line, and an editor with YAML support completes and checks its keys:
 
 ```yaml
 # yaml-language-server: $schema=docs/recipe.schema.json
 ```
 
-On the command line a key is set as `train.seed=7`. A recipe that `extends: other.yaml` completes that one
-key by key. *Free* keys may change when a run resumes; a change of any other is refused.
+`emo train RECIPE train.seed=7` sets a key on the command line. With `extends: other.yaml` a recipe only needs the
+keys that differ from the other one. A run that resumes may change the keys marked *Free*. It rejects a change of
+any other key.
 """
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -67,7 +68,7 @@ def schema() -> dict[str, Any]:
             properties[key]["description"] = meaning
     tree["properties"]["extends"] = {
         "type": "string",
-        "description": "A recipe beside this one to begin from.",
+        "description": "Another recipe, in the same directory, whose keys this one completes or replaces.",
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "EMO recipe"}
 
