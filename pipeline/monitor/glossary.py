@@ -34,11 +34,11 @@ TRAINING = {
     "perplexity": Key("", "exp(`nll`)."),
     "demd": Key(
         "cost",
-        "Mean transport cost from the model's probabilities to the target token. `null` if the cost is not computed.",
+        "Mean cost to move the model's probabilities to the target. `null` if it is not computed.",
     ),
     "divergence": Key(
         "nats per token",
-        "Mean divergence from the teacher, without the weight of a sum. `tv` and `demd_dense` are not in nats.",
+        "Mean divergence from the teacher, unweighted. `tv` and `demd_dense` are not in nats.",
         "the objective has a teacher",
     ),
     "grad_norm": Key("", "Mean gradient norm before clipping. With Muon, the norm of the update."),
@@ -50,7 +50,9 @@ TRAINING = {
     "weight_p50": Key("", "Median of the token weights.", WEIGHTED),
     "weight_p99": Key("", "99th percentile of the token weights.", WEIGHTED),
     "weight_max": Key("", "Largest token weight.", WEIGHTED),
-    "weight_capped": Key("0 to 1", "Share of the tokens whose weight is at the limit.", "some weight is at it"),
+    "weight_capped": Key(
+        "0 to 1", "Share of the tokens whose weight is at the limit.", "some weight is at it"
+    ),
     "written_tokens": Key("tokens", "Tokens that the model generated for training.", "`objective.on_policy`"),
     "writing_seconds": Key("s", "Time of this generation.", "`objective.on_policy`"),
     "domains.NAME.tokens": Key("tokens", "Supervised tokens of the domain so far.", SEVERAL_DOMAINS),
@@ -78,9 +80,13 @@ VALIDATION = {key: TRAINING[key] for key in ("time", "epoch", "step", "tokens")}
     "validation_demd": Key("cost", "`demd` of the set."),
     "validation_divergence": Key(TOKEN, "`divergence` of the set.", "the objective has a teacher"),
     "validation_change": Key(
-        TOKEN, "Change of `validation_nll` since step 0, paired by document. An increase is forgetting.", AFTER
+        TOKEN,
+        "Change of `validation_nll` since step 0, paired by document. An increase is forgetting.",
+        AFTER,
     ),
-    "validation_change_low": Key(TOKEN, "Lower limit of its 95 % interval. `null` with fewer than 5 documents.", AFTER),
+    "validation_change_low": Key(
+        TOKEN, "Lower limit of its 95 % interval. `null` with fewer than 5 documents.", AFTER
+    ),
     "validation_change_high": Key(TOKEN, "Upper limit of its 95 % interval.", AFTER),
 }
 # What the console shows, and the key with the same value.
@@ -92,7 +98,7 @@ CONSOLE = {
     "NLL": "`validation_nll`.",
     "perplexity": "`validation_perplexity`.",
     "DEMD": "`validation_demd`, the differentiable earth mover distance.",
-    "divergence": "`validation_divergence`, the distance from the teacher's distribution. A divergence is not an error.",
+    "divergence": "`validation_divergence`, the distance from the teacher. It is not a sign of instability.",
     "NLL since step 0": "`validation_change` and its 95 % interval.",
     "sample": "How the model continued the first of `train.sample_prompts`.",
 }

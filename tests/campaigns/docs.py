@@ -1,18 +1,19 @@
-"""Every command of README.md and docs/*.md, run as it stands: are they true?
+"""Run every command of README.md and docs/.
 
-    python -m tests.campaigns.docs [--only first-run tasks] [--keep DIR]
+    python -m tests.campaigns.docs [--only lora text-to-report] [--keep DIR]
 
-`--keep` works in a directory and leaves it, for pages that come alone. The documents are gone through in
-reading order in one copy of the repository, so that what one page makes the next ones use. A `bash` block is
-run line by line; `yaml` and `python` blocks with a file name become files, other `python` blocks are run.
-What a reader has, and a machine without network has not, is made first, in small: a hub cache with tiny
-models by the names used, files of texts and answers, tasks. Words in capitals are filled in, and `--data hub`
-becomes a directory.
+`--only` takes the names of pages. `--keep` works in a directory and keeps it, for a page that runs alone.
+The pages are run in the order of the site in one copy of the repository: README, tutorials, how-to,
+reference, explanation. A page can use the files of earlier pages. A `bash` block is run line by line. `yaml`
+and `python` blocks with a file name become files. Other `python` blocks and notebooks are run.
 
-A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`) and
-the arguments of its `emo` commands parsed; what other programs name is looked up. `make` is asked what it
-would do: its targets are campaigns of their own. The table says of each command which of these it was. Writes
-runs/docs.json; exits 1 when a command failed.
+The copy first gets small stand-ins for a reader's files: a hub cache with tiny models, texts, answers, tasks.
+Words in capitals are filled in, and `--data hub` becomes a directory.
+
+A block that lists its needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`), the
+arguments of its `emo` commands are parsed, and the names in other commands are looked up. `make` targets are
+checked with `make --dry-run`. The table shows how each command was checked. Writes runs/docs.json. Exits with
+code 1 if a command failed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import zstandard
 
 from emo.__main__ import COMMANDS, DATA
 from tests.campaigns.campaign import Campaign, conduct, copy_checkout
+from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
 from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
@@ -162,7 +164,13 @@ def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     for path in documents():
         if not args.only or path.stem in args.only:
             wrong = faults(path)
-            show(path.name, "links, files, options, keys", "as they should be", not wrong, "; ".join(wrong))
+            show(
+                str(path.relative_to(REPO)),
+                "links, files, options, keys",
+                "as they should be",
+                not wrong,
+                "; ".join(wrong),
+            )
             for block in blocks(path):
                 go_through(block, scratch, show)
 

@@ -1,6 +1,6 @@
 """The configuration reference, made from the recipe's models: python -m tests.helpers.reference
 
-Writes docs/reference/recipe.md, a table of every key, and docs/recipe.schema.json, from which editors complete.
+Writes docs/reference/recipe.md, a table of every key, and docs/recipe.schema.json for editors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ SCHEMA = REPO / "docs" / "recipe.schema.json"
 HEADER = """# Recipe reference
 
 A recipe is a YAML file with the keys below. `make reference` generates this page and
-[the JSON schema](../recipe.schema.json) from `data_prep/config.py` and `pipeline/*/config.py`. Begin your recipe
-with this line, and an editor with YAML support completes and checks its keys:
+[the JSON schema](../recipe.schema.json) from `data_prep/config.py` and `pipeline/*/config.py`. Begin a
+recipe with this line, and an editor with YAML support completes and checks its keys:
 
 ```yaml
 # yaml-language-server: $schema=docs/recipe.schema.json
 ```
 
-`emo train RECIPE train.seed=7` sets a key on the command line. With `extends: other.yaml` a recipe only needs the
-keys that differ from the other one. A run that resumes may change the keys marked *Free*. It rejects a change of
-any other key.
+`emo train RECIPE train.seed=7` sets a key on the command line. With `extends: other.yaml` a recipe only needs
+the keys that differ from the other one. A run that resumes may change the keys marked *Free*. It rejects a
+change of any other key.
 """
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 

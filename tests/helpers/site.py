@@ -44,7 +44,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def cli_page() -> str:
-    intro = "All commands of `emo`. `emo COMMAND --help` prints the same text. [Exit codes](exit-codes.md) explains the codes."
+    intro = "`emo COMMAND --help` prints the same text. [Exit codes](exit-codes.md) explains the codes."
     sections = [_command(f"emo {name}", parser) for name, parser in parsers().items()]
     return "\n\n".join(["# Command line", intro, *sections]) + "\n"
 
@@ -53,7 +53,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     formatter = argparse.HelpFormatter(name, width=100)
     formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups, prefix="")
     parts = [f"## {name}", parser.description or "", f"```text\n{formatter.format_help().strip()}\n```"]
-    rows = [_option(action, parser) for action in parser._actions if action.help != argparse.SUPPRESS]
+    rows = [_option(action, parser) for action in parser._actions if is_shown(action)]
     parts.append("\n".join(["| argument | meaning |", "|---|---|", *rows]))
     if examples := getattr(parser, "examples", ()):
         parts.append("\n".join(["```bash", *examples, "```"]))
@@ -61,6 +61,10 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
         parts.append("\n".join(["| exit code | meaning |", "|---|---|"]))
         parts[-1] += "".join(f"\n| {int(code)} | {_cell(text)} |" for code, text in codes.items())
     return "\n\n".join(part for part in parts if part)
+
+
+def is_shown(action: argparse.Action) -> bool:
+    return action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
 
 
 def _option(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
@@ -76,7 +80,9 @@ def _option(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
 def errors_page() -> str:
     entries = yaml.safe_load(ERRORS.read_text(encoding="utf-8")) if ERRORS.exists() else {}
     intro = "An error message ends in its code. `emo help CODE` prints the same text as this page."
-    sections = [f"## {code}\n\n{entry['cause']}\n\n**Fix:** {entry['fix']}" for code, entry in entries.items()]
+    sections = [
+        f"## {code}\n\n{entry['cause']}\n\n**Fix:** {entry['fix']}" for code, entry in entries.items()
+    ]
     return "\n\n".join(["# Error codes", intro, *sections]) + "\n"
 
 
@@ -102,20 +108,29 @@ def metrics_page() -> str:
             *table("Training records", glossary.TRAINING),
             *table("Validation records", glossary.VALIDATION),
             *words("Console", glossary.CONSOLE, "`emo train` shows these values while it trains."),
-            *words("Events", glossary.EVENTS, "`emo train --json` prints an object per line with `event` and `time`."),
+            *words(
+                "Events",
+                glossary.EVENTS,
+                "`emo train --json` prints these as lines of JSON.",
+            ),
         ]
     )
 
 
-METRICS = """`metrics.jsonl` in the run directory has a JSON object per line. A training record covers the steps since the
-previous one (`train.logging_steps`). A validation record has a `set`. A value that is not finite is `null`.
+METRICS = """`metrics.jsonl` in the run directory has a JSON object per line. A training record covers the steps since
+the previous one (`train.logging_steps`). A validation record has a `set`. A value that is not finite is `null`.
 
-TensorBoard and Weights & Biases receive the numbers as `train/KEY` and `validation/KEY`, or `validation-NAME/KEY` for a
-named set. Dots in a key become slashes there."""
+TensorBoard and Weights & Biases receive the numbers as `train/KEY` and `validation/KEY`, or as
+`validation-NAME/KEY` for a named set. Dots in a key become slashes there."""
 
 
 def api_page() -> str:
-    text = ["# Python API", "", "These two modules are the public API. All other modules may change between versions.", ""]
+    text = [
+        "# Python API",
+        "",
+        "Only these two modules are public. Other modules may change in any version.",
+        "",
+    ]
     for module, file in PUBLIC.items():
         tree = ast.parse((REPO / file).read_text(encoding="utf-8")).body
         names = next(
