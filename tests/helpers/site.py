@@ -117,8 +117,10 @@ def metrics_page() -> str:
     )
 
 
-METRICS = """`metrics.jsonl` in the run directory has a JSON object per line. A training record covers the steps since
-the previous one (`train.logging_steps`). A validation record has a `set`. A value that is not finite is `null`.
+METRICS = """\
+`metrics.jsonl` in the run directory has a JSON object per line. A training record covers the steps since
+the previous one (`train.logging_steps`). A validation record has a `set`. A value that is not finite is
+`null`.
 
 TensorBoard and Weights & Biases receive the numbers as `train/KEY` and `validation/KEY`, or as
 `validation-NAME/KEY` for a named set. Dots in a key become slashes there."""
@@ -140,7 +142,7 @@ def api_page() -> str:
         )
         text += [f"## {module}", ""]
         for name in names:
-            text += [f"### {name}", "", f"::: {module}.{name}", ""]
+            text += [f"::: {module}.{name}", ""]
     return "\n".join(text)
 
 
