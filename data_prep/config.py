@@ -76,7 +76,7 @@ class Source(Section):
     also as .zst, .gz, .bz2 or .xz), parquet, or directories written by `save_to_disk` of the datasets
     library. Also an address or glob that fsspec reads: s3://, gs://, https:// and others."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
-    """A corpus of this package: text about a small world, about one half of it, or instructions."""
+    """A corpus of this package: texts about toy facts, about one half of them, or instructions."""
     format: Literal[
         "auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages", "tokens"
     ] = "auto"
@@ -89,9 +89,9 @@ class Source(Section):
     input_ids), or in instructions of the messages (messages, conversations) or the prompt (instruction,
     prompt, question, query)."""
     columns: dict[str, str] | None = mark(SET, None)
-    """Columns with other names, as part: column. Text has the part text; instructions have instruction,
-    input, output, system and history, or messages with the keys role and content; tools with a
-    chat_template."""
+    """Columns with other names, as part: column. Text has the part text. Instructions have instruction,
+    input, output, system and history, or messages with the keys role and content. A chat_template can also
+    have tools."""
     clean: Literal["none", "writingprompts", "ag_news"] = "none"
     """Undo the escapes of a known data set."""
     weight: float = Field(1.0, gt=0, le=10_000)
@@ -125,8 +125,7 @@ class DataConfig(Section):
     """The text to tokenize, how to tokenize it, and the directory of the shards."""
 
     dir: Path = mark("place")
-    """Directory of the prepared data (tokenizer/, train/, validation/ or one directory per set). It must not
-    contain other files."""
+    """Directory of the prepared data. It must not contain other files."""
     root: Path = mark("place", Path())
     """Directory that local files of the sources are relative to."""
     kind: Literal["text", "instruct"] = "text"
@@ -146,8 +145,8 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the sources' rows that is used for validation, by content hash, if `validation` is empty."""
     validation_group: str | None = mark(SET, None, min_length=1)
-    """Column that groups rows: validation_fraction keeps rows with the same value together, for example all
-    answers to one question."""
+    """Column that groups rows. validation_fraction does not split a group, for example all answers to one
+    question."""
     sequence_len: int = Field(256, gt=1, le=MAX_TOKENS)
     """Tokens per row."""
     shards: int = Field(4, gt=0, le=99_999)

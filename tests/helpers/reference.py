@@ -74,7 +74,7 @@ def schema() -> dict[str, Any]:
 
 
 def type_of(field: dict[str, Any]) -> str:
-    """Return a field's type in words: `integer > 0`, `a | b`, `list of Source`."""
+    """Return a field's type in words: `integer > 0`, `a | b`, `list of Source`, `map of number`."""
     if "enum" in field:
         return " \\| ".join(f"`{value}`" for value in field["enum"])
     if "anyOf" in field:
@@ -92,13 +92,13 @@ def type_of(field: dict[str, Any]) -> str:
         inner = field.get("items") or field.get("prefixItems", [{}])[0]
         kind = f"list of {type_of(inner)}"
     elif kind == "object" and isinstance(field.get("additionalProperties"), dict):
-        kind = f"name: {type_of(field['additionalProperties'])}"
+        kind = f"map of {type_of(field['additionalProperties'])}"
     return f"{kind} {limits}".strip()
 
 
 def table(title: str, section: dict[str, Any]) -> list[str]:
     lines = [f"## {title}", "", section.get("description", "").split("\n\n")[0].replace("\n", " "), ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += ["|key|type|default|meaning|", "|---|---|---|---|"]
     for name, field in section["properties"].items():
         meaning = field["description"].replace("\n", " ").replace("|", "\\|")
         default = field.get("default")
@@ -107,7 +107,7 @@ def table(title: str, section: dict[str, Any]) -> list[str]:
         cell = "" if default is None else f"`{json.dumps(default)}`"
         cell = "required" if name in section.get("required", ()) else cell
         free = " *Free.*" if field.get("mark") == FREE else ""
-        lines.append(f"| `{name}` | {type_of(field)} | {cell} | {meaning}{free} |")
+        lines.append(f"|`{name}`|{type_of(field)}|{cell}|{meaning}{free}|")
     return [*lines, ""]
 
 

@@ -52,7 +52,7 @@ def test_the_navigation_has_every_page() -> None:
 def test_code_names_documents_that_exist() -> None:
     """In docstrings, messages and scripts."""
     files = [path for part in documents.ROOMS.split("|") for path in (REPO / part).rglob("*.*")]
-    files += [*REPO.glob("*.*"), *REPO.glob("ex*/*.py"), *REPO.glob("tests/**/*.py")]
+    files += [*REPO.glob("*.*"), *REPO.glob("examples/*.py"), *REPO.glob("tests/campaigns/*.py")]
     texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in NAMING}
     named = {(path, name) for path, text in texts.items() for name in DOCUMENT.findall(text)}
     missing = [pair for pair in named if not (REPO / pair[1]).exists() and pair[1][5:] not in site.PAGES]
