@@ -2,8 +2,8 @@
 
 Give a training command objective.name=examples/my_objective.py:unsure, or use this name wherever an objective
 has one. The names of the function's parameters choose its inputs, per token: m, p, D, H, S, top, stored
-(docs/reference/objectives.md). Keyword-only parameters are its options. It returns a weight [n]: the loss is
-weight * m, and the weight is not differentiated.
+(docs/objectives.md); keyword-only ones are its options. It returns a weight [n]: the loss is weight * m, and
+the weight is not differentiated.
 """
 
 from torch import Tensor
