@@ -4,9 +4,8 @@
 
 A run on two CPU ranks is disturbed while it trains, while it starts, or in the middle of a step that takes
 longer than a launcher waits. Measured are the exit code of the command, whether all its processes ended, and
-whether the step under way was saved. Prints the table behind docs/reference/exit-codes.md, writes
-runs/exits.json, and exits 1 when a run that did not finish ended with 0, lost what it could have saved, or
-left a process behind.
+whether the step under way was saved. Prints the table behind docs/operations.md, writes runs/exits.json, and
+exits 1 when a run that did not finish ended with 0, lost what it could have saved, or left a process behind.
 """
 
 from __future__ import annotations
