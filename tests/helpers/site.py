@@ -44,7 +44,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def cli_page() -> str:
-    intro = "`emo COMMAND --help` prints the same text. [Exit codes](exit-codes.md) explains the codes."
+    intro = "`emo COMMAND --help` prints the same text. See [exit codes](exit-codes.md) for their meaning."
     sections = [_command(f"emo {name}", parser) for name, parser in parsers().items()]
     return "\n\n".join(["# Command line", intro, *sections]) + "\n"
 
@@ -58,8 +58,8 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
     if examples := getattr(parser, "examples", ()):
         parts.append("\n".join(["```bash", *examples, "```"]))
     if codes := getattr(parser, "exit_codes", {}):
-        parts.append("\n".join(["| exit code | meaning |", "|---|---|"]))
-        parts[-1] += "".join(f"\n| {int(code)} | {_cell(text)} |" for code, text in codes.items())
+        notes = {code: f" ({text})" if text != code.meaning else "" for code, text in codes.items()}
+        parts.append(f"Exit codes: {', '.join(f'{int(code)}{note}' for code, note in notes.items())}.")
     return "\n\n".join(part for part in parts if part)
 
 
