@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,13 @@ def test_the_glossary_explains_every_key(tmp_path: Path, monkeypatch: pytest.Mon
     records = read_metrics(tmp_path)
     for table, is_validation in ((glossary.TRAINING, False), (glossary.VALIDATION, True)):
         assert metric_names([r for r in records if ("set" in r) == is_validation]) == table.keys()
+
+
+def test_the_glossary_explains_every_event() -> None:
+    files = [*(REPO / "pipeline").rglob("*.py"), REPO / "launch" / "rank.py"]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    found = re.findall(r'"event": "(\w+)"|(?:_log_event|\.event)\([^\n]*?, "(\w+)"', text)
+    assert {name for pair in found for name in pair if name} == glossary.EVENTS.keys()
 
 
 def by_domain(*domains: tuple[int, float, float]) -> StepTotals:
