@@ -112,5 +112,6 @@ EVENTS = {
     "saved": "`step` and `path` of a complete checkpoint.",
     "stopping": "`step` and `reason` of a stop request. A checkpoint follows.",
     "stopped": "`reason`, and `step` if a step was taken: the run can resume.",
+    "failed": "`reason` why the previous launch failed. The run resumes.",
     "finished": "`export`, the directory of the trained model.",
 }

@@ -2,7 +2,7 @@
 
     python -m tests.campaigns.gpu [--parts 1 2 3] [--within SECONDS] [--output_path DIR] [--quick]
 
-Parts, targets and what they need: docs/explanation/performance.md. Every part runs in a separate process that
+Parts, targets and what they need: docs/performance.md, On a GPU. Every part runs in a process of its own that
 is killed when its time is over. Figures go to DIR/results.json as they come (runs/gpu unless set), traces and
 output beside it; weights, data and runs are in runs/gpu/work whatever DIR is. Parts that run again replace
 their figures, so that several commands can share the work. Exits 1 when a target is missed or a part failed.
