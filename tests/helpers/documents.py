@@ -31,9 +31,11 @@ from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
 from tests.helpers import site
 
-NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "Apptainer", "real data", "service", "time"}
+NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "Apptainer", "vLLM", "llama.cpp"}
+NEEDS |= {"real data", "service", "time"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 ROOMS = "common|data_prep|pipeline|eval|experiments|launch"
+# Programs whose options cannot be checked.
 FOREIGN = {
     "sbatch",
     "docker",
@@ -41,8 +43,13 @@ FOREIGN = {
     "kubectl",
     "pip",
     "make",
-}  # whose own options nobody here can be asked about
-DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--tmpfs"}  # named without their command
+    "tensorboard",
+    "vllm",
+    "hf",
+    "llama.cpp",
+}
+# Options of Docker that are named without their command.
+DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--shm-size", "--tmpfs"}
 LAUNCHERS = ("deepspeed.launcher.runner", "torch.distributed.run")
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -183,10 +190,15 @@ def _of_block(block: Block) -> Iterator[str]:
         for command in re.findall(r"""(?m)^ *bash\(f?['"](.*)['"]\)$""", block.text):
             yield from _names(command)
     elif block.language == "yaml":
-        tree = yaml.safe_load(block.text)
-        if block.file is None:  # a fragment
+        tree = yaml.safe_load(block.text) or {}
+        base = tree.pop("extends", None)
+        if base is not None and "/" in base and not (REPO / base).exists():
+            yield f"{base} is not there"
+        if block.file is None or base is not None:  # a part of a recipe
             yield from (f"no recipe has the key {key}" for key in unknown_keys(tree))
             return
+        if not {"data", "train"} & tree.keys():
+            return  # a task or an experiment
         whole = "train" in tree
         try:
             parse_section(*((RunConfig, tree, "") if whole else (DataConfig, tree.get("data"), "data")))
@@ -226,6 +238,8 @@ def _owner(words: list[str]) -> str:
     match words:
         case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_] if verb in COMMANDS:
             return verb
+        case ["python", script, *_] if script.split("/")[0] in FOREIGN:
+            return script.split("/")[0]
         case [program, *_] if program in FOREIGN:
             return program
     return ""
