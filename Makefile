@@ -70,11 +70,14 @@ test-fast: setup ## unit tests of what changed since the last commit, within 90 
 data: setup ## real files for tests and benches, from the hub
 	$(BIN)/python -m tests.helpers.public_data data
 
-reference: setup ## docs/reference.md and the JSON schema of recipes
+reference: setup ## docs/reference/recipe.md and the JSON schema of recipes
 	$(BIN)/python -m tests.helpers.reference
 
 report-picture: setup ## docs/report.png, the picture in README.md; needs Chromium or Chrome
 	$(BIN)/python -m tests.helpers.picture
+
+docs: setup ## the documentation as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 coverage: setup ## which lines the tests run
 	$(BIN)/coverage erase
@@ -123,8 +126,8 @@ doors-test: setup ## the loss in the oldest TRL that is supported; needs a packa
 export-test: setup ## exports of every family, read by transformers 4 and gguf; needs a package index
 	$(BIN)/python -m tests.campaigns.exports $(ARGS)
 
-docs-test: setup ## every command of README.md and docs/, run or checked
-	$(BIN)/python -m tests.campaigns.docs
+docs-test: setup ## every command of README.md and docs/, run or checked; ARGS="--only text-to-report" is one page
+	$(BIN)/python -m tests.campaigns.docs $(ARGS)
 
 gpu-test: setup ## what one GPU has to show, the most important first; ARGS="--within 480", or --quick on a CPU
 	$(BIN)/python -m tests.campaigns.gpu $(ARGS)

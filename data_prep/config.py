@@ -75,7 +75,7 @@ class Source(Section):
     also as .zst, .gz, .bz2 or .xz), parquet, or directories written by `save_to_disk` of the datasets
     library. Also an address or glob that fsspec reads: s3://, gs://, https:// and others."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
-    """A corpus of this package: text about a small world, about one half of it, or instructions."""
+    """A corpus of this package: texts about toy facts, about one half of them, or instructions."""
     format: Literal[
         "auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages", "tokens"
     ] = "auto"
@@ -88,9 +88,9 @@ class Source(Section):
     input_ids), or in instructions of the messages (messages, conversations) or the prompt (instruction,
     prompt, question, query)."""
     columns: dict[str, str] | None = mark(SET, None)
-    """Columns with other names, as part: column. Text has the part text; instructions have instruction,
-    input, output, system and history, or messages with the keys role and content; tools with a
-    chat_template."""
+    """Columns with other names, as part: column. Text has the part text. Instructions have instruction,
+    input, output, system and history, or messages with the keys role and content. A chat_template can also
+    have tools."""
     clean: Literal["none", "writingprompts", "ag_news"] = "none"
     """Undo the escapes of a known data set."""
     weight: float = Field(1.0, gt=0, le=10_000)
@@ -124,8 +124,7 @@ class DataConfig(Section):
     """The text to tokenize, how to tokenize it, and the directory of the shards."""
 
     dir: Path = mark("place")
-    """Directory of the prepared data (tokenizer/, train/, validation/ or one directory per set). It must not
-    contain other files."""
+    """Directory of the prepared data. It must not contain other files."""
     root: Path = mark("place", Path())
     """Directory that local files of the sources are relative to."""
     kind: Literal["text", "instruct"] = "text"
@@ -145,8 +144,8 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the sources' rows that is used for validation, by content hash, if `validation` is empty."""
     validation_group: str | None = mark(SET, None, min_length=1)
-    """Column that groups rows: validation_fraction keeps rows with the same value together, for example all
-    answers to one question."""
+    """Column that groups rows. validation_fraction does not split a group, for example all answers to one
+    question."""
     sequence_len: int = Field(256, gt=1, le=MAX_TOKENS)
     """Tokens per row."""
     shards: int = Field(4, gt=0, le=99_999)
@@ -164,9 +163,9 @@ class DataConfig(Section):
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
     """Treatment of examples that are longer than a block."""
     limit_rows: int | None = Field(None, gt=0)
-    """Most training rows (documents or examples, copies included) of all sources."""
+    """Largest number of training rows (documents or examples, with copies) of all sources."""
     limit_tokens: int | None = Field(None, gt=0)
-    """Most training tokens of all sources."""
+    """Largest number of training tokens of all sources."""
     strict: bool = mark("report", True)
     """Whether a broken line or a missing column is an error. false counts it as a rejected row."""
     max_chars: int = Field(10_000_000, gt=0)

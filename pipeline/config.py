@@ -26,24 +26,25 @@ from .monitor.config import MonitorConfig
 
 
 class TrainConfig(LimitsConfig, MonitorConfig, SavingConfig, OptimizerConfig, BatchConfig):
-    """Optimisation, and when to look, save and stop."""
+    """Optimization, validation, checkpoints and logging."""
 
 
 class RunConfig(Section):
-    """A whole run: `data` for data_prep, the rest for the trainer."""
+    """A complete run: `data` for `emo prepare`, the other sections for `emo train`."""
 
     output_dir: Path = mark(FREE)
     """Directory of the run: configuration, metrics, checkpoints, export."""
     data: DataConfig = mark(FREE)
-    """What to tokenise; compared by the fingerprint of the prepared data."""
+    """The data to tokenize. A resume compares the fingerprint of the prepared data."""
     model: ModelConfig
-    """The model, and the form in which it trains."""
+    """The model to train."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    """What is minimised."""
+    """The loss to minimize."""
     train: TrainConfig
-    """Optimisation, validation, checkpoints and logging."""
+    """Optimization, validation, checkpoints and logging."""
     deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
-    """DeepSpeed configuration, relative to the repository or the working directory; compared by content."""
+    """DeepSpeed configuration, relative to the repository or the working directory.
+    A resume compares its content."""
 
     @model_validator(mode="after")
     def _trained(self) -> RunConfig:

@@ -124,7 +124,7 @@ class PartConfig(Section):
     share: Share = 1.0
     """Share of the steps in which it counts, evenly spaced: a number or a ramp."""
     cost: str | None = None
-    """The cost embedding. It must be that of the sum, which all parts share."""
+    """The cost embedding, which must equal objective.cost."""
     teacher: Teachers = None
     """The teacher of a divergence. All parts share one, which can also be set for the sum."""
 
@@ -161,7 +161,7 @@ class ObjectiveConfig(Section):
     teacher: Teachers = None
     """Teacher of a divergence: {model: PATH}, {scores: NAME}, or `base` for the model before training."""
     on_policy: OnPolicyConfig | None = None
-    """Steps in which the model continues the prompts of the batch and a live teacher judges the text."""
+    """Steps that train on continuations by the model, judged by a live teacher."""
     cost: str = "pretrained"
     """The cost embedding: `pretrained` (the head of model.path before training), `live` (the head as it
     trains), or a model directory, hub id or tensor file. Two controls: `constant` (every other token costs

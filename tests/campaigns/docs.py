@@ -1,18 +1,20 @@
-"""Every command of README.md and docs/*.md, run as it stands: are they true?
+"""Run every command of README.md and docs/.
 
-    python -m tests.campaigns.docs [--only first-run tasks] [--keep DIR]
+    python -m tests.campaigns.docs [--only lora text-to-report] [--keep DIR]
 
-`--keep` works in a directory and leaves it, for pages that come alone. The documents are gone through in
-reading order in one copy of the repository, so that what one page makes the next ones use. A `bash` block is
-run line by line; `yaml` and `python` blocks with a file name become files, other `python` blocks are run.
-What a reader has, and a machine without network has not, is made first, in small: a hub cache with tiny
-models by the names used, files of texts and answers, tasks. Words in capitals are filled in, and `--data hub`
-becomes a directory.
+`--only` takes the names of pages. `--keep` works in a directory and keeps it, for a page that runs alone.
+The pages are run in the order of the site in one copy of the repository: README, tutorials, how-to,
+reference, explanation. A page can use the files of earlier pages. A `bash` block is run line by line. `yaml`
+and `python` blocks with a file name become files. Other `python` blocks and notebooks are run.
 
-A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`) and
-the arguments of its `emo` commands parsed; what other programs name is looked up. `make` is asked what it
-would do: its targets are campaigns of their own. The table says of each command which of these it was. Writes
-runs/docs.json; exits 1 when a command failed.
+The copy first gets small stand-ins for a reader's files: a hub cache with tiny models, texts, answers, tasks.
+Words in capitals are filled in, and `--data hub` becomes a directory. Every page starts with the same
+recipes and finished runs. `emo train RECIPE key=value` gets a new run directory, so that it does not resume.
+
+A block that lists its needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`), the
+arguments of its `emo` commands are parsed, and the names in other commands are looked up. `make` targets are
+checked with `make --dry-run`. The table shows how each command was checked. Writes runs/docs.json. Exits with
+code 1 if a command failed.
 """
 
 from __future__ import annotations
@@ -21,19 +23,23 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 import zstandard
 
 from emo.__main__ import COMMANDS, DATA
 from emo.data_prep.encoding.chat_templates import BUILT_IN
 from tests.campaigns.campaign import Campaign, conduct, copy_checkout
+from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
 from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
@@ -44,7 +50,7 @@ CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same, with a chat temp
 CHAT_TOKENS = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 PATIENCE = 600  # seconds for a command; other work may share the machine
 # What stands for the words that a reader fills in.
-FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
+FILLED = {"RECIPE": "recipe.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
 FILLED |= {"HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none", "FILE": "table2"}
 PARSERS = {
     "pipeline": "import sys; from emo.pipeline.cli import make_parser as p; p().parse_args(sys.argv[1:])",
@@ -52,6 +58,18 @@ PARSERS = {
     "data_prep": "import sys; import emo.data_prep.cli as m; args = "
     "m.parse_arguments(m.make_parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
 }
+
+
+RECIPE = f"""
+output_dir: runs/mine
+data: {{dir: data/mine, tokenizer: {MODEL}, sequence_len: 64, shards: 1, validation_fraction: 0.1,
+       sources: [{{files: notes/*.jsonl}}]}}
+model: {{path: {MODEL}, dtype: float32}}
+train: {{max_steps: 4, global_batch_size: 4, micro_batch_size: 2, save_steps: 2, export_checkpoints: true}}
+"""
+TUNED = RECIPE.replace("mine", "tuned").replace("{dir", "{kind: instruct, dir").replace("notes/*", "answers")
+RECIPES = {"recipe.yaml": RECIPE, "mine.yaml": RECIPE, "tuned.yaml": TUNED}
+RUNS = ("mine", "mle", "emo")  # finished runs that pages evaluate
 
 
 class Done(NamedTuple):
@@ -100,6 +118,27 @@ class Scratch:
             articles = (f" \n = Title {i} = \n \n {text} \n" for i, text in enumerate(texts(count, count)))
             (wikitext / f"{split}.txt.zst").write_bytes(zstandard.compress("".join(articles).encode()))
         self.run(f"{sys.executable} -m emo world data/nlu --train 40 --test 12")
+        (self.root / "mine.yaml").write_text(RECIPE)
+        for command in ("emo prepare mine.yaml", "emo train mine.yaml"):
+            done = self.run(command)
+            assert done.code == 0, done.output
+        (self.root / "runs" / "mine").rename(self.root / "finished")
+
+    def begin_page(self) -> None:
+        """Restore the recipes and the finished runs."""
+        for name, text in RECIPES.items():
+            (self.root / name).write_text(text)
+        for name in RUNS:
+            shutil.rmtree(self.root / "runs" / name, ignore_errors=True)
+            shutil.copytree(self.root / "finished", self.root / "runs" / name)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of a page. A recipe starts without data and without a run."""
+        (self.root / name).write_text(text)
+        tree = yaml.safe_load(text) if name.endswith(".yaml") else {}
+        for directory in (tree.get("output_dir"), (tree.get("data") or {}).get("dir")):
+            if isinstance(directory, str):
+                shutil.rmtree(self.root / directory, ignore_errors=True)
 
     def run(self, command: str, mode: str = "run") -> Done:
         """Run a shell command; code 124 when it takes too long."""
@@ -141,15 +180,29 @@ def filled(text: str) -> str:
     return text.replace("--data hub", "--data data/nlu")
 
 
+def separate(command: str) -> str:
+    """Return a command on the shared recipe with separate directories if it changes the recipe."""
+    words = command.split()
+    if words[:1] != ["emo"] or not {"recipe.yaml", "tuned.yaml"} & set(words):
+        return command
+    changes = sorted(word for word in words if re.match(r"[a-z_.]+=", word))
+    data = [word for word in changes if word.startswith("data.")]
+    if data and not any(word.startswith("data.dir=") for word in data):
+        command += f" data.dir=data/{zlib.crc32(' '.join(data).encode())}"
+    if words[1] == "train" and not any(word.startswith("output_dir=") for word in changes):
+        command += f" output_dir=runs/{zlib.crc32(' '.join(changes).encode())}"
+    return command
+
+
 def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
     """Make a block's file, or run or check its commands and show what came of each."""
     commands: list[str] = []
     if block.file or block.language == "python":
-        (scratch.root / (block.file or "block.py")).write_text(block.text)
+        scratch.write(block.file or "block.py", block.text)
         commands = [] if block.file else ["python block.py"]
     elif block.language == "bash":
         lines = Block("", "bash", filled(block.text)).commands
-        commands = [command for line in lines for command in line.split(" && ")]
+        commands = [separate(command) for line in lines for command in line.split(" && ")]
     for command in commands:
         started = time.monotonic()
         if command.startswith("make "):
@@ -171,8 +224,15 @@ def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
         scratch.furnish()
     for path in documents():
         if not args.only or path.stem in args.only:
+            scratch.begin_page()
             wrong = faults(path)
-            show(path.name, "links, files, options, keys", "as they should be", not wrong, "; ".join(wrong))
+            show(
+                str(path.relative_to(REPO)),
+                "links, files, options, keys",
+                "as they should be",
+                not wrong,
+                "; ".join(wrong),
+            )
             for block in blocks(path):
                 go_through(block, scratch, show)
 

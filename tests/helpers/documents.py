@@ -1,14 +1,15 @@
-"""README.md and docs/*.md as tests read them: blocks of code, links, and the names that they use.
+"""README.md and docs/ as tests read them: blocks of code, links, and the names that they use.
 
-Code stands in fenced blocks. A `bash` block runs as it stands where the repository is installed, unless its
-first line says what it needs (`# needs: GPUs, hub`); a `yaml` or `python` block whose first line is a file
-name is that file. Words in capitals (RECIPE, DIR) are the reader's to fill in.
+Code is in fenced blocks. A `bash` block runs unchanged where the repository is installed, unless its first
+line lists what it needs (`# needs: GPUs, hub`). A `yaml` or `python` block whose first line is a file name is
+that file. The reader fills in words in capitals (RECIPE, DIR). The code cells of a notebook are one program.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ from emo.eval.icl.tasks import TaskSpec
 from emo.experiments.sweeps.design import Experiment
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
+from tests.helpers import site
 
-# In the order in which a newcomer meets them: what one page makes, the next ones use.
-PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
-NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "Apptainer", "real data", "service", "time"}
-NEEDS |= {"vLLM", "llama.cpp"}
+NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "Apptainer", "vLLM", "llama.cpp"}
+NEEDS |= {"real data", "service", "time"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 ROOMS = "common|data_prep|pipeline|eval|experiments|launch"
+# Programs whose options cannot be checked.
 FOREIGN = {
     "sbatch",
     "docker",
@@ -44,11 +45,13 @@ FOREIGN = {
     "kubectl",
     "pip",
     "make",
+    "tensorboard",
     "vllm",
-    "llama.cpp/convert_hf_to_gguf.py",
-    "llama-server",
-}  # whose own options nobody here can be asked about
-DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--tmpfs"}  # named without their command
+    "hf",
+    "llama.cpp",
+}
+# Options of Docker that are named without their command.
+DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--shm-size", "--tmpfs"}
 LAUNCHERS = ("deepspeed.launcher.runner", "torch.distributed.run")
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -60,7 +63,7 @@ _PATH = re.compile(rf"(?<![\w./-])(?:{ROOMS}|ds_configs|examples|tests|docs)/[\w
 
 @dataclass(frozen=True)
 class Block:
-    where: str  # docs/tasks.md:12
+    where: str  # docs/how-to/lora.md:12
     language: str
     text: str
 
@@ -85,15 +88,42 @@ class Block:
 
 
 def documents() -> list[Path]:
-    """Return README.md and docs/*.md in reading order."""
-    first = [REPO / f"{name}.md" for name in PAGES]
-    return first + sorted(set((REPO / "docs").glob("*.md")) - set(first))
+    """Return README.md and the pages and notebooks of docs/ in the order of the site.
+
+    Later pages use the files of earlier ones.
+    """
+    order = [re.sub(r"\.ipynb$", ".md", name) for name in navigation()]
+    pages = [path for suffix in ("*.md", "*.ipynb") for path in site.DOCS.rglob(suffix)]
+    position = {
+        path: order.index(site.site_path(path)) if site.site_path(path) in order else len(order)
+        for path in pages
+    }
+    return [REPO / "README.md", *sorted(pages, key=lambda path: (position[path], path))]
+
+
+def navigation() -> list[str]:
+    """Return the pages in the navigation of the site, by their path in it."""
+    return re.findall(r": ([\w/.-]+\.md)$", (REPO / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
 
 
 def blocks(path: Path) -> list[Block]:
     name = path.relative_to(REPO) if path.is_relative_to(REPO) else path.name
+    if path.suffix == ".ipynb":
+        return [Block(str(name), "python", program(path))]
     fences = [token for token in _parsed(path) if token.type == "fence"]
     return [Block(f"{name}:{t.map[0] + 1}", t.info, t.content) for t in fences if t.map]
+
+
+def program(notebook: Path) -> str:
+    """Return the code cells of a notebook as one program, which runs `!` lines and `%%bash` cells in bash."""
+    cells = [text for kind, text in site.notebook_cells(notebook) if kind == "code"]
+    lines = ["import subprocess", "def bash(script): subprocess.run(['bash', '-ec', script], check=True)"]
+    for cell in cells:
+        if cell.startswith("%%bash\n"):
+            lines.append(f"bash({cell.removeprefix('%%bash')!r})")
+        else:
+            lines.append(re.sub(r"(?m)^( *)!(.*)$", lambda match: f"{match[1]}bash(f{match[2]!r})", cell))
+    return "\n".join(lines) + "\n"
 
 
 def faults(path: Path) -> list[str]:
@@ -108,7 +138,19 @@ def faults(path: Path) -> list[str]:
 
 
 def _parsed(path: Path) -> list[Token]:
-    return _MARKDOWN.parse(path.read_text(encoding="utf-8"))
+    if path.suffix == ".ipynb":
+        text = "\n\n".join(text for kind, text in site.notebook_cells(path) if kind == "markdown")
+    elif (name := _generated(path)) is not None:
+        text = site.generated(name)
+    else:
+        text = path.read_text(encoding="utf-8")
+    return _MARKDOWN.parse(text)
+
+
+def _generated(path: Path) -> str | None:
+    """Return the name of a page that exists only in the site, or None."""
+    name = os.path.relpath(path, site.DOCS)
+    return name if name in site.PAGES else None
 
 
 def _of_token(token: Token, path: Path) -> Iterator[str]:
@@ -122,8 +164,10 @@ def _of_token(token: Token, path: Path) -> Iterator[str]:
         file = path.parent / name if name else path
         if re.match(r"[a-z]+:", target):
             return  # the network is not asked
-        if not file.exists():
+        if not file.exists() and not (path.is_relative_to(site.DOCS) and _generated(file)):
             yield f"a link to {target}, which is not there"
+        elif _generated(file) == "reference/api.md":
+            return  # its anchors are made by mkdocstrings
         elif anchor and anchor not in _anchors(file):
             yield f"a link to {target}, which has no such heading"
 
@@ -145,9 +189,14 @@ def _of_block(block: Block) -> Iterator[str]:
             yield from _names(command)
     elif block.language == "python":
         compile(block.text, block.where, "exec")
+        for command in re.findall(r"""(?m)^ *bash\(f?['"](.*)['"]\)$""", block.text):
+            yield from _names(command)
     elif block.language == "yaml":
-        tree = yaml.safe_load(block.text)
-        if block.file is None:  # a fragment
+        tree = yaml.safe_load(block.text) or {}
+        base = tree.pop("extends", None)
+        if base is not None and "/" in base and not (REPO / base).exists():
+            yield f"{base} is not there"
+        if block.file is None or base is not None:  # a part of a recipe
             yield from (f"no recipe has the key {key}" for key in unknown_keys(tree))
             return
         try:
@@ -197,7 +246,9 @@ def _owner(words: list[str]) -> str:
     match words:
         case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_] if verb in COMMANDS:
             return verb
-        case ["python", program, *_] | [program, *_] if program in FOREIGN:
+        case ["python", script, *_] if script.split("/")[0] in FOREIGN:
+            return script.split("/")[0]
+        case [program, *_] if program in FOREIGN:
             return program
     return ""
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ import psutil
 import yaml
 
 from emo.pipeline.control.run_dir import read_metrics
+from emo.pipeline.monitor import glossary
 from tests.conftest import REPO
 from tests.helpers.killing import wait_for
 
@@ -212,7 +213,16 @@ Losses = list[tuple[float, float, float]]
 
 
 def losses(run_dir: Path) -> Losses:
-    return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
+    records = read_metrics(run_dir)
+    assert not metric_names(records) - (glossary.TRAINING.keys() | glossary.VALIDATION.keys())
+    return [(r["step"], r["nll"], r["demd"]) for r in records if "nll" in r]
+
+
+def metric_names(records: Iterable[dict[str, Any]]) -> set[str]:
+    """Return the keys of records as the glossary spells them: without the names of domains."""
+    names = {key for record in records for key in record if key != "domains"}
+    parts = (part for record in records for part in record.get("domains", {}).values())
+    return names | {f"domains.NAME.{key}" for part in parts for key in part}
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 300) -> None:

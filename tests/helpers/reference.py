@@ -1,6 +1,6 @@
 """The configuration reference, made from the recipe's models: python -m tests.helpers.reference
 
-Writes docs/reference.md, a table of every key, and docs/recipe.schema.json, from which editors complete.
+Writes docs/reference/recipe.md, a table of every key, and docs/recipe.schema.json for editors.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from emo.common.config.recipe import FREE, Section
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
 
-PAGE = REPO / "docs" / "reference.md"
+PAGE = REPO / "docs" / "reference" / "recipe.md"
 SCHEMA = REPO / "docs" / "recipe.schema.json"
 HEADER = """# Recipe reference
 
-Every key of a recipe. `make reference` writes this page and [the JSON schema](recipe.schema.json) from the
-models in `data_prep/config.py` and `pipeline/*/config.py`. An editor with YAML support completes and checks
-keys when a recipe begins with this line:
+A recipe is a YAML file with the keys below. `make reference` generates this page and
+[the JSON schema](../recipe.schema.json) from `data_prep/config.py` and `pipeline/*/config.py`. Begin a
+recipe with this line, and an editor with YAML support completes and checks its keys:
 
 ```yaml
 # yaml-language-server: $schema=docs/recipe.schema.json
 ```
 
-On the command line a key is set as `train.seed=7`. A recipe that `extends: other.yaml` completes that one
-key by key. *Free* keys may change when a run resumes; a change of any other is refused.
+`emo train RECIPE train.seed=7` sets a key on the command line. With `extends: other.yaml` a recipe only needs
+the keys that differ from the other one. A run that resumes may change the keys marked *Free*. It rejects a
+change of any other key.
 """
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -67,13 +68,13 @@ def schema() -> dict[str, Any]:
             properties[key]["description"] = meaning
     tree["properties"]["extends"] = {
         "type": "string",
-        "description": "A recipe beside this one to begin from.",
+        "description": "Another recipe, in the same directory, whose keys this one completes or replaces.",
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "EMO recipe"}
 
 
 def type_of(field: dict[str, Any]) -> str:
-    """Return a field's type in words: `integer > 0`, `a | b`, `list of Source`."""
+    """Return a field's type in words: `integer > 0`, `a | b`, `list of Source`, `map of number`."""
     if "enum" in field:
         return " \\| ".join(f"`{value}`" for value in field["enum"])
     if "anyOf" in field:
@@ -91,13 +92,13 @@ def type_of(field: dict[str, Any]) -> str:
         inner = field.get("items") or field.get("prefixItems", [{}])[0]
         kind = f"list of {type_of(inner)}"
     elif kind == "object" and isinstance(field.get("additionalProperties"), dict):
-        kind = f"name: {type_of(field['additionalProperties'])}"
+        kind = f"map of {type_of(field['additionalProperties'])}"
     return f"{kind} {limits}".strip()
 
 
 def table(title: str, section: dict[str, Any]) -> list[str]:
     lines = [f"## {title}", "", section.get("description", "").split("\n\n")[0].replace("\n", " "), ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += ["|key|type|default|meaning|", "|---|---|---|---|"]
     for name, field in section["properties"].items():
         meaning = field["description"].replace("\n", " ").replace("|", "\\|")
         default = field.get("default")
@@ -106,7 +107,7 @@ def table(title: str, section: dict[str, Any]) -> list[str]:
         cell = "" if default is None else f"`{json.dumps(default)}`"
         cell = "required" if name in section.get("required", ()) else cell
         free = " *Free.*" if field.get("mark") == FREE else ""
-        lines.append(f"| `{name}` | {type_of(field)} | {cell} | {meaning}{free} |")
+        lines.append(f"|`{name}`|{type_of(field)}|{cell}|{meaning}{free}|")
     return [*lines, ""]
 
 

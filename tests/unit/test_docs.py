@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,12 +10,18 @@ import pytest
 import yaml
 
 from tests.conftest import REPO
-from tests.helpers import documents, reference
+from tests.helpers import documents, reference, site
 
+NAMING = {".py", ".yaml", ".sh", ".sbatch", ".scron", ".toml"}
+DOCUMENT = re.compile(r"(?<![\w/.])docs/[\w/-]+\.(?:md|svg|json|ipynb|png)")
 WALK = re.compile(r"^\| (`[\w/.]+\.py`(?:, `[\w/.]+\.py`)*) \| (`.*?`) \|", re.M)
 
 
-@pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.stem)
+def title(path: Path) -> str:
+    return str(path.relative_to(REPO))
+
+
+@pytest.mark.parametrize("path", documents.documents(), ids=title)
 def test_a_document_names_what_exists(path: Path) -> None:
     assert documents.faults(path) == []
 
@@ -29,7 +36,7 @@ def test_the_schema_asks_for_no_key() -> None:
     assert '"required"' not in reference.schema_text()
 
 
-@pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", documents.documents(), ids=title)
 def test_a_recipe_says_what_a_model_computes_in(path: Path) -> None:
     """Without a GPU the default of bfloat16 makes minutes an hour."""
     for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", path.read_text(encoding="utf-8")):
@@ -37,9 +44,19 @@ def test_a_recipe_says_what_a_model_computes_in(path: Path) -> None:
         assert "dtype" in model or not {"path", "architecture"} & model.keys(), block
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    readme = (REPO / "README.md").read_text()
-    assert [path.name for path in (REPO / "docs").glob("*.md") if f"(docs/{path.name})" not in readme] == []
+def test_the_navigation_has_every_page() -> None:
+    pages = {site.site_path(path) for path in documents.documents()[1:]} | site.PAGES.keys()
+    assert {name for name in documents.navigation() if not name.startswith("source/")} == pages
+
+
+def test_code_names_documents_that_exist() -> None:
+    """In docstrings, messages and scripts."""
+    files = [path for part in documents.ROOMS.split("|") for path in (REPO / part).rglob("*.*")]
+    files += [*REPO.glob("*.*"), *REPO.glob("examples/*.py"), *REPO.glob("tests/campaigns/*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in NAMING}
+    named = {(path, name) for path, text in texts.items() for name in DOCUMENT.findall(text)}
+    missing = [pair for pair in named if not (REPO / pair[1]).exists() and pair[1][5:] not in site.PAGES]
+    assert not missing
 
 
 def test_a_walk_names_functions_that_exist() -> None:
@@ -64,6 +81,21 @@ MISTAKES = {
     "```yaml\ntrain: { rate: 1 }\n```": "train.rate",
     "```yaml\n# a.yaml\ndata: { dir: a, tokenizer: b }\n```": "sources",
 }
+
+
+def test_a_notebook_is_read_as_a_program(tmp_path: Path) -> None:
+    cells = [
+        ("markdown", "[x](nowhere.md)"),
+        ("code", "%%bash\nemo plan"),
+        ("code", "n = 7\n!echo {n} > out\n!emo prepare --bst"),
+    ]
+    tree = {"cells": [{"cell_type": kind, "source": text.splitlines(True)} for kind, text in cells]}
+    notebook = tmp_path / "page.ipynb"
+    notebook.write_text(json.dumps(tree))
+    assert [fault.split(": ")[-1] for fault in documents.faults(notebook)] == [
+        "a link to nowhere.md, which is not there",
+        "emo prepare has no option --bst",
+    ]
 
 
 def test_mistakes_are_found(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from emo.pipeline.control import run_dir
 from emo.pipeline.control.run_dir import read_metrics
 from emo.pipeline.engine.totals import DomainTotals, StepTotals
 from emo.pipeline.loss.fused import histogram
-from emo.pipeline.monitor import profiler
+from emo.pipeline.monitor import glossary, profiler
 from emo.pipeline.monitor.component import RunState
 from emo.pipeline.monitor.config import ProfileConfig
 from emo.pipeline.monitor.console import Console
@@ -27,6 +28,7 @@ from emo.pipeline.monitor.guard import Guard
 from emo.pipeline.monitor.metrics import Metrics, RunFacts
 from emo.pipeline.monitor.validation import Documents, read_documents
 from tests.conftest import REPO
+from tests.helpers.launching import metric_names
 from tests.helpers.refusals import refused
 
 ONE = StepTotals(1.0, 1.0, 1.0, 1, False, grad_norm=1.0)
@@ -86,6 +88,32 @@ def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     assert (second["skipped"], second["nll"], second["grad_norm"]) == (1, 2.0, 0.5)
     assert second["demd"] is None, "JSON has no NaN"
     assert not any(key.startswith("weight") for key in second), "the weights of MLE are all 1"
+
+
+def test_the_glossary_explains_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emo.pipeline.monitor.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    facts = RunFacts(rows=32, domains=DOMAINS, hosts=["a", "b"], peak_share=0.01)
+    metrics = reporter(tmp_path, facts=facts, logging_steps=1)
+    weights = tuple(histogram(torch.tensor([1.0, 8.0]), 8.0).tolist())
+    totals = by_domain((4, 2.0, 3.0), (6, 3.0, 4.0))._replace(
+        weights=weights, divergence=0.1, seconds=(1.0, 2.0), grad_norm=1.0
+    )
+    metrics.after_step(RunState(10, step=1, tokens=10, lr=1e-3), WRITTEN, totals)
+    for step in (0, 1):
+        metrics.record_validation(RunState(10, step=step), "home", totals, same_documents(1.0))
+    metrics.close()
+    records = read_metrics(tmp_path)
+    for table, is_validation in ((glossary.TRAINING, False), (glossary.VALIDATION, True)):
+        assert metric_names([r for r in records if ("set" in r) == is_validation]) == table.keys()
+
+
+def test_the_glossary_explains_every_event() -> None:
+    files = [*(REPO / "pipeline").rglob("*.py"), REPO / "launch" / "rank.py"]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    found = re.findall(r'"event": "(\w+)"|(?:_log_event|\.event)\([^\n]*?, "(\w+)"', text)
+    assert {name for pair in found for name in pair if name} == glossary.EVENTS.keys()
 
 
 def by_domain(*domains: tuple[int, float, float]) -> StepTotals:
