@@ -107,7 +107,8 @@ class WorkerPool:
             code = local.process.exitcode
             raise UserError(
                 f"a worker process died (exit code {code}), probably because memory ran out. Run again with "
-                "fewer --workers"
+                "fewer --workers",
+                code="worker-died",
             ) from None
         if error is not None:
             raise error

@@ -81,7 +81,10 @@ def check_settings(config: DataConfig, directory: Path) -> None:
             f"{file} is missing or damaged ({one_line(error)}); {AGAIN}", code="settings-damaged"
         ) from None
     if version != FORMAT:
-        raise UserError(f"{config.dir} was prepared in format {version}, this version has {FORMAT}; {AGAIN}")
+        raise UserError(
+            f"{config.dir} was prepared in format {version}, this version has {FORMAT}; {AGAIN}",
+            code="other-version",
+        )
     changed = differences(prepared, config)
     if changed:
         raise UserError(

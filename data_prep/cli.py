@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
             print(printable(fault), file=sys.stderr)
         if faults:
             others = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
-            raise UserError(faults[0] + others)
+            raise UserError(faults[0] + others, code="damaged-data")
     elif args.command == "sniff":
         announce(args.files)
         from .sniff import sniff

@@ -314,7 +314,8 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
     if context is not None and config.sequence_len > context:
         raise UserError(
             f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
-            f"{path_of_model}. Set data.sequence_len={context} or less"
+            f"{path_of_model}. Set data.sequence_len={context} or less",
+            code="context",
         )
     return config
 

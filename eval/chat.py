@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, _: Callable[[str], None]) -> int:
     """Run `chat` and return the exit code. Replies go to stdout, everything else to stderr."""
     announce("chat")
     if args.max_new_tokens < 1:
-        raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
+        raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1", code="option-value")
     model = EvaluatedModel(args.model, dtype=args.dtype)
     if not (args.template != answers.AUTO or model.facts.get("template") or chat_template(model.path)):
         raise UserError(

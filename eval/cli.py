@@ -178,14 +178,18 @@ def _list_tasks(_: argparse.Namespace) -> int:
 
 def _check_drop(args: argparse.Namespace) -> None:
     if args.max_drop is not None and not (args.max_drop >= 0 and args.fail_on_regression is not None):
-        raise UserError("--max_drop must be 0 or more points, and needs --fail_on_regression")
+        raise UserError(
+            "--max_drop must be 0 or more points, and needs --fail_on_regression", code="option-needs"
+        )
 
 
 def _settings(args: argparse.Namespace) -> Settings:
     _check_drop(args)
     size = args.batch_size
     if size != "auto" and (not size.isdecimal() or int(size) < 1):
-        raise UserError(f"--batch_size {size} must be auto or a number of prompts above 0")
+        raise UserError(
+            f"--batch_size {size} must be auto or a number of prompts above 0", code="option-value"
+        )
     same = ("data", "retriever", "encoder", "inferencer", "faithful", "limit", "score", "max_tokens")
     return Settings(
         **{name: getattr(args, name) for name in same},
@@ -224,9 +228,9 @@ def _watch(args: argparse.Namespace) -> int:
     tasks = select_tasks(args.tasks, args.prompts)
     settings = _settings(args)
     if not args.poll > 0:
-        raise UserError("--poll must be a positive number of seconds")
+        raise UserError("--poll must be a positive number of seconds", code="option-value")
     if not args.run_dir.is_dir():
-        raise UserError(f"run directory {args.run_dir} does not exist")
+        raise UserError(f"run directory {args.run_dir} does not exist", code="no-run")
     out = args.output_path or args.run_dir / "eval"
     exports = exporting.parse_exports(args.export, args.run_dir, args.data, args.tasks)
     say(f"{args.run_dir}: {counted(len(tasks), 'task')}")
@@ -293,7 +297,7 @@ def _pairs(option: str, texts: list[str]) -> dict[str, str]:
     """Return ["A=x", ...] as a dictionary."""
     pairs = {name: value for name, _, value in (text.partition("=") for text in texts)}
     if not all(pairs) or not all(pairs.values()):
-        raise UserError(f"{option} {' '.join(texts)} must be NAME=VALUE")
+        raise UserError(f"{option} {' '.join(texts)} must be NAME=VALUE", code="option-value")
     return pairs
 
 

@@ -142,7 +142,7 @@ class Target:
         if (reason := mismatch(files, exported) if exported else fault) is not None:
             if not is_complete(checkpoint):
                 raise IncompleteError(f"{COMPLETE} was removed")  # it is being pruned
-            raise UserError(reason)
+            raise UserError(reason, code="checkpoint-damaged")
 
 
 def find_targets(run_dir: Path) -> list[Target]:
@@ -289,7 +289,9 @@ class Watch:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 cards[target.name] = (target.path / CARD).read_text(encoding="utf-8")
         lost = names.keys() - {model.name for model in models}
-        failed: dict[str, Exception] = {n: UserError(f"its results are not in {self.out}") for n in lost}
+        failed: dict[str, Exception] = {
+            n: UserError(f"its results are not in {self.out}", code="no-results") for n in lost
+        }
         return failed | export.export(models, cards, self.say)
 
     def _say_once(self, key: str, text: str) -> None:

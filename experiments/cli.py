@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     from .sweeps.checks import check_runs
 
     if args.jobs < 1 or args.workers < 1:
-        raise UserError("--jobs and --workers must be at least 1")
+        raise UserError("--jobs and --workers must be at least 1", code="option-value")
     sweep = Sweep(experiment, lambda line: print(line, flush=True))
     starts = not (args.dry_run or args.slurm or args.kubernetes)
     check_runs(sweep, starts)

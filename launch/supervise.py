@@ -256,7 +256,9 @@ def launch(program: list[str], arguments: list[str]) -> int:
                 return Supervisor(options, program, arguments, Path(reports)).run(run_dir)
             except FileNotFoundError as error:
                 name = error.filename
-                raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None
+                raise UserError(
+                    f"{name} is not installed; run make setup, or pip install {name}", code="missing-extra"
+                ) from None
 
     return exit_code_of(run)
 

@@ -180,7 +180,7 @@ def quieten() -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
-        raise UserError("--write needs --best")
+        raise UserError("--write needs --best", code="option-needs")
     if args.document_tokens is not None and args.document_tokens < 1:
         raise UserError("--document_tokens must be a whole number from 1", code="document-tokens")
     cluster = parse_cluster(args.gpus, args.network)

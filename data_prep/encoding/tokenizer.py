@@ -219,7 +219,8 @@ def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
     if kind == "instruct":
         raise UserError(
             f"{lacks}, which responses need. Set eos_token in its tokenizer_config.json to a token of its "
-            "vocabulary"
+            "vocabulary",
+            code="no-eos",
         )
     return f"note: {lacks}, so the ends of documents are not marked"
 
@@ -294,7 +295,9 @@ def chat_template(directory: Path) -> str | None:
         if isinstance(template, list):  # several: {name: ..., template: ...}
             template = {choice["name"]: choice["template"] for choice in template}.get("default")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"the chat_template of {directory} cannot be read ({one_line(error)})") from None
+        raise UserError(
+            f"the chat_template of {directory} cannot be read ({one_line(error)})", code="chat-template"
+        ) from None
     return template if isinstance(template, str) else None
 
 
@@ -316,7 +319,8 @@ def _local(path: str | Path, revision: str | None) -> Path:
     except Exception as error:  # no id, offline, not found, gated: many classes
         raise UserError(
             f"tokenizer {path} cannot be loaded ({one_line(error, 200)}): not a local directory, a .model "
-            "file or an accessible hub id. For a gated repo, accept its licence and set HF_TOKEN"
+            "file or an accessible hub id. For a gated repo, accept its licence and set HF_TOKEN",
+            code="tokenizer",
         ) from None
 
 
@@ -343,7 +347,8 @@ def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]
             backend, names = _from_byte_bpe(path)
         else:
             raise UserError(
-                f"tokenizer {path} needs tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+                f"tokenizer {path} needs tokenizer.json, tokenizer.model, or vocab.json with merges.txt",
+                code="tokenizer",
             )
         names |= special_names(path)
         if getattr(backend.model, "dropout", None):
@@ -353,7 +358,7 @@ def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]
     except UserError:
         raise
     except Exception as error:  # a broken file; `tokenizers` raises plain Exception
-        raise UserError(f"tokenizer {path} cannot be read: {one_line(error)}") from None
+        raise UserError(f"tokenizer {path} cannot be read: {one_line(error)}", code="tokenizer") from None
 
 
 def special_names(directory: Path) -> dict[str, str]:
@@ -417,7 +422,8 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     if trainer.model_type != trainer.BPE or rewrites or odd or trainer.treat_whitespace_as_suffix:
         raise UserError(
             f"tokenizer {file} is not a plain BPE sentencepiece model like LLaMA's. "
-            "Use a directory with its tokenizer.json"
+            "Use a directory with its tokenizer.json",
+            code="tokenizer",
         )
     vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown = next(p.piece for p in model.pieces if p.type == UNKNOWN)
@@ -448,7 +454,8 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
         if backend.encode(text, add_special_tokens=False).ids != original.encode(text):
             raise UserError(
                 f"tokenizer {file} cannot be converted: {text!r} would have other ids than in "
-                "sentencepiece. Use a directory with its tokenizer.json"
+                "sentencepiece. Use a directory with its tokenizer.json",
+                code="tokenizer",
             )
     backend.encode_special_tokens = False
     if "bos_token" in names:  # as the models of this kind were trained
@@ -488,5 +495,6 @@ def _byte_bpe_names(backend: Tokenizer, directory: Path) -> dict[str, str]:
             return dict.fromkeys(SPECIALS[:3], end) | others
     raise UserError(
         f"tokenizer {directory} has no end-of-text token (looked for <|endoftext|> and </s>). Set eos_token "
-        "in its tokenizer_config.json"
+        "in its tokenizer_config.json",
+        code="no-eos",
     )

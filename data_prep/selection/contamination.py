@@ -54,7 +54,9 @@ def collect(directory: Path, n: int) -> Grams:
     """Return the grams of every <directory>/<task>/test.jsonl. Raises UserError if there are none."""
     files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
     if not files:
-        raise UserError(f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)")
+        raise UserError(
+            f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)", code="contamination"
+        )
     rows: list[tuple[str, str]] = []  # task and text
     for file in files:
         for i, line in enumerate(read_text(file).split("\n")):
@@ -66,13 +68,15 @@ def collect(directory: Path, n: int) -> Grams:
                 text = None
             if text is None:
                 names = " or ".join(COLUMNS)
-                raise UserError(f"{file} line {i + 1} is not a JSON row with text in {names}")
+                raise UserError(
+                    f"{file} line {i + 1} is not a JSON row with text in {names}", code="not-json"
+                )
             rows.append((file.parent.name, text))
     words = split([text for _, text in rows])
     size = np.minimum(words.totals(len(rows)) // WORD, n)  # words in each row's grams
     lengths = np.unique(size[size >= MIN_WORDS])
     if not len(lengths):
-        raise UserError(f"no test row in {directory} has {MIN_WORDS} words")
+        raise UserError(f"no test row in {directory} has {MIN_WORDS} words", code="contamination")
     grams = []
     for length in lengths.tolist():
         hashes, owners = words.grams(length)

@@ -112,7 +112,8 @@ class RowEncoder:
             if max(text.ids) >= size:
                 raise UserError(
                     f"{name}: token {max(text.ids)} is not among the {size:,} tokens of the tokenizer. Set "
-                    "the tokenizer that made these tokens"
+                    "the tokenizer that made these tokens",
+                    code="token-range",
                 )
             encoded.append(np.array(text.ids, self.dtype).tobytes())
         lengths = np.array([self._count(ids) for ids in encoded], np.int64)
@@ -215,7 +216,7 @@ def _hashes(rows: list[bytes]) -> np.ndarray:
 
 def _rows(part: ShardPart, copies: np.ndarray) -> list[Row]:
     if checksum(part.payload) != part.check:
-        raise UserError(f"{part.name} changed after it was scanned; {AGAIN}")
+        raise UserError(f"{part.name} changed after it was scanned; {AGAIN}", code="source-changed")
     return take(part.payload, part.spec, copies.tolist())
 
 

@@ -123,7 +123,9 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a data set. Raises UserError if it is missing, unreadable or edited."""
     manifest = parse_manifest(directory)
     if manifest.digest != manifest_digest(manifest):
-        raise UserError(f"{directory / MANIFEST} was edited after it was written; {AGAIN}")
+        raise UserError(
+            f"{directory / MANIFEST} was edited after it was written; {AGAIN}", code="damaged-data"
+        )
     return manifest
 
 
@@ -132,14 +134,19 @@ def parse_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST
     if not file.is_file():
         state = "is not complete" if directory.is_dir() else "does not exist"
-        raise UserError(f"prepared data {directory} {state}; {AGAIN}")
+        raise UserError(f"prepared data {directory} {state}; {AGAIN}", code="not-prepared")
     try:
         tree = read_json(file, MANIFEST_BYTES)
         if tree["format"] == FORMAT:  # other formats have other fields
             return Manifest.model_validate(tree)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is not a manifest of this version ({one_line(error)}); {AGAIN}") from None
-    raise UserError(f"{file} has format {tree['format']}, this version reads {FORMAT}; {AGAIN} --force")
+        raise UserError(
+            f"{file} is not a manifest of this version ({one_line(error)}); {AGAIN}", code="damaged-data"
+        ) from None
+    raise UserError(
+        f"{file} has format {tree['format']}, this version reads {FORMAT}; {AGAIN} --force",
+        code="other-version",
+    )
 
 
 def manifest_digest(manifest: Manifest) -> str:
@@ -232,7 +239,7 @@ class TokenDataset:
             size = path.stat().st_size if path.is_file() else -1
             if size != info.bytes:
                 problem = "is missing" if size < 0 else f"has {size} bytes instead of {info.bytes}"
-                raise UserError(f"{path} {problem}; {AGAIN}")
+                raise UserError(f"{path} {problem}; {AGAIN}", code="damaged-data")
             try:
                 self._shards.append(Shard(path, self.manifest.kind))
                 if len(self._shards[-1].valid) != info.rows:
@@ -240,7 +247,9 @@ class TokenDataset:
                 if self._shards[-1].domain.max(initial=0) >= len(self.domains):
                     raise ValueError(f"rows of more than its {len(self.domains)} domains")
             except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-                raise UserError(f"{path} is damaged ({one_line(error)}); {AGAIN}") from None
+                raise UserError(
+                    f"{path} is damaged ({one_line(error)}); {AGAIN}", code="damaged-data"
+                ) from None
         self._starts = np.cumsum([0, *(len(shard.valid) for shard in self._shards)])
         self._read = 0
         self.valid = np.concatenate([shard.valid for shard in self._shards])

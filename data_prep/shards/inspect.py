@@ -42,7 +42,7 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
     drawn = np.random.default_rng(seed).permutation(len(data))[:samples]
     damage = data.damage(drawn, data.manifest.vocab_size)
     if damage is not None:
-        raise UserError(f"{damage}; {AGAIN}")
+        raise UserError(f"{damage}; {AGAIN}", code="damaged-data")
     colours = console.is_terminal and not console.no_color
     for row in np.sort(drawn).tolist():
         file, number = data.provenance(np.array([row]))[0]

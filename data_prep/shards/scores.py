@@ -53,7 +53,7 @@ class About(Section):
 def directory(data: TokenDataset, name: str) -> Path:
     """Return the directory of the scores called `name`. Raises UserError for a name that is a path."""
     if Path(name).name != name or name.startswith("."):
-        raise UserError(f"the name of scores must be a plain name, not {name!r}")
+        raise UserError(f"the name of scores must be a plain name, not {name!r}", code="option-value")
     return data.directory / SCORES / name
 
 
@@ -73,7 +73,8 @@ def write_scores(path: Path, scores: np.ndarray) -> None:
     numbers = scores if scores.dtype.names is None else scores["log_p"]
     if not np.isfinite(numbers).all() or (numbers > 0).any():
         raise UserError(
-            f"{path} is not written: the model produced NaN, infinite or positive log-probabilities"
+            f"{path} is not written: the model produced NaN, infinite or positive log-probabilities",
+            code="not-finite",
         )
     write_atomically(path, lambda sink: np.save(sink, scores))
     write_text(path.with_suffix(HASH), sha256(path))
@@ -94,7 +95,9 @@ def read_shard(path: Path, tokens: int) -> np.ndarray:
             if (scores.dtype != np.float32 and scores.dtype.names is None) or scores.shape != (tokens,):
                 raise ValueError(f"it does not hold a score for each of {tokens} tokens")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({one_line(error)}); delete it and {AGAIN}") from None
+        raise UserError(
+            f"{path} cannot be read ({one_line(error)}); delete it and {AGAIN}", code="damaged-scores"
+        ) from None
     return scores
 
 
@@ -106,7 +109,8 @@ def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
     write_once(folder / BEGUN, origin)
     if (folder / BEGUN).read_text(encoding="utf-8") != origin:
         raise UserError(
-            f"{folder} holds scores of another model or other data. Use another --name, or --force"
+            f"{folder} holds scores of another model or other data. Use another --name, or --force",
+            code="other-scores",
         )
 
 
@@ -140,18 +144,22 @@ class Scores:
             names = [path.parent.name for path in folder.parent.glob(f"*/{ABOUT}")]
             problem = "incomplete" if folder.is_dir() else "missing"
             hint = f"; {nearest(name, names)}" if names else ""
-            raise UserError(f"the scores {folder} are {problem}{hint}; {AGAIN} --name {name}")
+            raise UserError(
+                f"the scores {folder} are {problem}{hint}; {AGAIN} --name {name}", code="no-scores"
+            )
         try:
             self.about = about = About.model_validate(read_json(folder / ABOUT))
         except ValueError as error:
             raise UserError(
-                f"{folder / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force"
+                f"{folder / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force",
+                code="damaged-scores",
             ) from None
         infos = data.manifest.shards
         if (about.format, about.data, len(about.shards)) != (FORMAT, data.fingerprint, len(infos)):
             raise UserError(
                 f"the scores in {folder} are of another version, or not of the data in {data.directory}; "
-                f"{AGAIN} --force"
+                f"{AGAIN} --force",
+                code="other-scores",
             )
         self.files = [shard_file(data, name, index) for index in range(len(infos))]
         self.shards = [read_shard(path, info.tokens) for path, info in zip(self.files, infos, strict=True)]

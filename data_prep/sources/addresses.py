@@ -93,13 +93,16 @@ def remote_files(pattern: str) -> list[RemoteFile]:
     protocol = re.split("::|://", pattern, maxsplit=1)[0]
     if "@" in urlsplit(pattern).netloc and protocol in WEB:
         raise UserError(
-            "files: the address has a name or password. Remove it: recipes are stored and printed"
+            "files: the address has a name or password. Remove it: recipes are stored and printed",
+            code="secret",
         )
     try:
         system, path = fsspec.core.url_to_fs(pattern)
     except (ImportError, ValueError) as error:
         advice = f"pip install {NEEDS[protocol]}" if protocol in NEEDS else one_line(error, 200)
-        raise UserError(f"files: {pattern} is not an address that fsspec can read ({advice})") from None
+        raise UserError(
+            f"files: {pattern} is not an address that fsspec can read ({advice})", code="address"
+        ) from None
     web = "https" in system.protocol  # has no lists of files, and is read from the beginning
     with _explained(pattern):
         paths = [path] if not web and system.isfile(path) else []
@@ -112,7 +115,10 @@ def remote_files(pattern: str) -> list[RemoteFile]:
             for file in paths
         ]
     if not files:
-        raise UserError(f"no file matches {pattern}. Use a pattern of files: {pattern.rstrip('/')}/*.jsonl")
+        raise UserError(
+            f"no file matches {pattern}. Use a pattern of files: {pattern.rstrip('/')}/*.jsonl",
+            code="no-file",
+        )
     return files
 
 
@@ -131,10 +137,15 @@ def _explained(address: str) -> Iterator[None]:
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         missing = isinstance(error, FileNotFoundError)
         problem = "no file matches" if missing else "no permission to read a file"
-        raise UserError(f"{problem} {address}. Check the address and its permissions") from None
+        raise UserError(
+            f"{problem} {address}. Check the address and its permissions", code="address"
+        ) from None
     except Exception as error:
         if isinstance(error, ValueError):  # for example a server without ranges
-            raise UserError(f"{address}: {one_line(error, 200)}. Download the file first") from None
+            raise UserError(
+                f"{address}: {one_line(error, 200)}. Download the file first", code="address"
+            ) from None
         raise FailureError(
-            f"{address} cannot be read ({one_line(error, 200)}). Run the command again when it is reachable"
+            f"{address} cannot be read ({one_line(error, 200)}). Run the command again when it is reachable",
+            code="unreachable",
         ) from None

@@ -72,7 +72,9 @@ class CsvReader(TableReader):
         names = [name.strip() or f"column {i}" for i, name in enumerate(next(reader, []), 1)]
         repeated = next((name for name, count in Counter(names).items() if count > 1), None)
         if repeated is not None:
-            raise UserError(f"{self.name} has two columns {repeated!r} in its first line. Rename one")
+            raise UserError(
+                f"{self.name} has two columns {repeated!r} in its first line. Rename one", code="column"
+            )
         return reader, names, ending == ".csv"
 
     def _lines(self, stream: Any) -> Iterator[str]:

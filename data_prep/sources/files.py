@@ -71,7 +71,9 @@ def read_chunks(stream: Any, name: str, left: int = sys.maxsize) -> Iterator[byt
             left -= len(chunk)
             yield chunk
     except READ_ERRORS as error:
-        raise UserError(f"{name} cannot be unpacked ({one_line(error)}); the file is damaged") from None
+        raise UserError(
+            f"{name} cannot be unpacked ({one_line(error)}); the file is damaged", code="damaged-file"
+        ) from None
 
 
 def require_utf8(beginning: bytes, name: str) -> None:
@@ -85,12 +87,14 @@ def read_text(path: Path) -> str:
     with open_text(path) as stream:
         content = b"".join(read_chunks(stream, str(path), TEXT_LIMIT + 1))
     if len(content) > TEXT_LIMIT:
-        raise UserError(f"{path} has more than {TEXT_LIMIT >> 20:,} MiB of text. Use a part of it")
+        raise UserError(
+            f"{path} has more than {TEXT_LIMIT >> 20:,} MiB of text. Use a part of it", code="too-large"
+        )
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise UserError(f"{path} line {line} is not UTF-8 text") from None
+        raise UserError(f"{path} line {line} is not UTF-8 text", code="not-utf8") from None
 
 
 def identify_file(path: File) -> FileIdentity:

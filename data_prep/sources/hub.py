@@ -51,5 +51,6 @@ class DatasetReader(TableReader):
             kind = "hub data set" if self.path is None else "saved data set"
             raise UserError(
                 f"{kind} {self.name} cannot be loaded ({one_line(error, 240)}). Check the name, config and "
-                "split, connect to the network once, or use files instead"
+                "split, connect to the network once, or use files instead",
+                code="hub",
             ) from None

@@ -117,7 +117,9 @@ def _find_matches(pattern: str, root: Path) -> list[tuple[Path, str]]:
         # If nothing matches, the brackets may be part of names.
         candidates = candidates or sorted(base.glob(relative.replace("[", "[[]")))
     except ValueError as error:
-        raise UserError(f"files: {pattern!r} is not a pattern of file names ({one_line(error)})") from None
+        raise UserError(
+            f"files: {pattern!r} is not a pattern of file names ({one_line(error)})", code="no-file"
+        ) from None
     if not any(part.startswith(".") for part in Path(relative).parts):
         hidden = {path for path in candidates if any(p[0] == "." for p in path.relative_to(base).parts)}
         candidates = [path for path in candidates if path not in hidden]
@@ -126,7 +128,7 @@ def _find_matches(pattern: str, root: Path) -> list[tuple[Path, str]]:
         hint = f"check files and data.root={root}"
         if any(path.is_dir() for path in candidates):
             hint = f"it is a directory; write {pattern.rstrip('/')}/*.jsonl, for example"
-        raise UserError(f"no file matches {base / pattern}; {hint}")
+        raise UserError(f"no file matches {base / pattern}; {hint}", code="no-file")
     return [(path, str(path if absolute else path.relative_to(base))) for path in paths]
 
 
@@ -147,7 +149,9 @@ def _open_file(source: Source, name: str, spec: RowSpec, path: File, size: int) 
     if ending == ".txt":
         spec = _text_spec(source, spec, path)
     elif source.format in TEXT_FORMATS and (source.format != "wikitext" or spec.lines):
-        raise UserError(f"{path} holds JSON or a table; format {source.format} is for text files")
+        raise UserError(
+            f"{path} holds JSON or a table; format {source.format} is for text files", code="source-format"
+        )
     elif ending == ".json" and not is_one_value(path):
         reader = TextReader
     opened = reader(source, name, spec, size, path)
@@ -159,9 +163,14 @@ def _open_file(source: Source, name: str, spec: RowSpec, path: File, size: int) 
 def _text_spec(source: Source, spec: RowSpec, path: File) -> RowSpec:
     """Return how the rows of a .txt file are parsed. Raises UserError if the recipe needs columns."""
     if spec.group is not None:
-        raise UserError(f"{path} is plain text; data.validation_group needs rows with columns")
+        raise UserError(
+            f"{path} is plain text; data.validation_group needs rows with columns", code="source-format"
+        )
     if spec.kind == "instruct" or source.format in RECORD_FORMATS:
-        raise UserError(f"{path} is plain text; {source.format} rows need jsonl, json, csv or parquet")
+        raise UserError(
+            f"{path} is plain text; {source.format} rows need jsonl, json, csv or parquet",
+            code="source-format",
+        )
     if source.format != "auto":
         return spec
     wikitext = spec._replace(format="wikitext")  # WikiText has headings near its beginning

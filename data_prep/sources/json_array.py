@@ -28,15 +28,20 @@ class JsonReader(TableReader):
         with open_text(self.path) as stream:
             data = b"".join(read_chunks(stream, self.name, JSON_LIMIT + 1))
         if len(data) > JSON_LIMIT:
-            raise UserError(f"{self.name} is too large for one JSON value. Convert it to jsonl")
+            raise UserError(
+                f"{self.name} is too large for one JSON value. Convert it to jsonl", code="too-large"
+            )
         require_utf8(data, self.name)
         try:
             tree = STRICT_JSON.decode(data.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.name} is not JSON: {one_line(error)}") from None
+            raise UserError(f"{self.name} is not JSON: {one_line(error)}", code="not-json") from None
         rows = _array_of_rows(tree) if isinstance(tree, dict) else tree
         if not isinstance(rows, list):
-            raise UserError(f"{self.name} must be an array of rows, or an object with one array of rows")
+            raise UserError(
+                f"{self.name} must be an array of rows, or an object with one array of rows",
+                code="source-format",
+            )
         return rows
 
 

@@ -36,7 +36,9 @@ class ParquetReader(TableReader):
                 start = max(0, start - batch.num_rows)
                 self._read_share = number / file.metadata.num_rows
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:
-            raise UserError(f"{self.name} is not a readable parquet file ({one_line(error, 200)})") from None
+            raise UserError(
+                f"{self.name} is not a readable parquet file ({one_line(error, 200)})", code="damaged-file"
+            ) from None
 
     def position(self) -> int:
         return int(self._read_share * self.size)

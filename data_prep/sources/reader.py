@@ -164,7 +164,9 @@ class TableReader(SourceReader):
     def take(self, stream: Any, extent: Extent, before: int) -> Payload:
         block = list(islice(stream, before, before + extent.length))
         if len(block) != extent.length:
-            raise UserError(f"{self.name} has fewer rows than when it was scanned; {AGAIN}")
+            raise UserError(
+                f"{self.name} has fewer rows than when it was scanned; {AGAIN}", code="source-changed"
+            )
         return self._payload(block)
 
     def _blocks(self) -> Iterator[list[Any]]:
@@ -194,7 +196,10 @@ class TableReader(SourceReader):
         """Return a WikiText row as a line of text."""
         column = self.spec.column or "text"
         if not isinstance(row, dict) or not isinstance(row.get(column), str):
-            raise UserError(f"{self.name} has a row without text in column {column}. Set the source's column")
+            raise UserError(
+                f"{self.name} has a row without text in column {column}. Set the source's column",
+                code="no-text",
+            )
         return row[column] if row[column].endswith("\n") else row[column] + "\n"
 
 

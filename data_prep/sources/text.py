@@ -73,7 +73,9 @@ class TextReader(SourceReader):
             deque(read_chunks(stream, self.name, before), maxlen=0)
         payload = b"".join(read_chunks(stream, self.name, extent.length))
         if len(payload) != extent.length:
-            raise UserError(f"{self.name} is shorter than when it was scanned; {AGAIN}")
+            raise UserError(
+                f"{self.name} is shorter than when it was scanned; {AGAIN}", code="source-changed"
+            )
         return _without_mark(payload, extent)
 
 

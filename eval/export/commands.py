@@ -62,7 +62,9 @@ class Export:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise UserError(f"--format {self.format!r} is not known. {nearest(self.format, FORMATS)}")
+            raise UserError(
+                f"--format {self.format!r} is not known. {nearest(self.format, FORMATS)}", code="option-value"
+            )
 
     def __str__(self) -> str:
         return f"{self.format}={self.out}"
@@ -107,7 +109,8 @@ def parse_exports(texts: Sequence[str], run_dir: Path, data: str, tasks: str) ->
         name, _, target = text.partition("=")
         if (name == WANDB) == bool(target):
             raise UserError(
-                f"--export {text!r} must be {HARNESS}=DIR, {HUB}=DIR or {WANDB} (for the watched run)"
+                f"--export {text!r} must be {HARNESS}=DIR, {HUB}=DIR or {WANDB} (for the watched run)",
+                code="option-value",
             )
         exports.append(Export(name, Path(target) if target else run_dir, data, tasks))
     return exports
@@ -122,7 +125,9 @@ def run(args: argparse.Namespace, say: Say) -> int:
     models = [find_model(models, args.name)] if args.name else finished
     if not models or (export.format == HUB and len(models) > 1):
         names = ", ".join(model.name for model in models) or "none has finished results"
-        raise UserError(f"choose a model with --name (--format hf exports a single one): {names}")
+        raise UserError(
+            f"choose a model with --name (--format hf exports a single one): {names}", code="option-needs"
+        )
     for error in export.export(models, {}, say).values():
         raise error
     if export.format == HARNESS and not export.data:

@@ -67,10 +67,11 @@ def read_figures(model: Model) -> list[Figures]:
     Raises UserError if there is none, or if one is unreadable or does not match its records.
     """
     for task, fault in model.unreadable.items():
-        raise UserError(f"{model.name}, {task}: {fault}")
+        raise UserError(f"{model.name}, {task}: {fault}", code="incomplete-results")
     if not model.results:
         raise UserError(
-            f"{model.name} has no finished result. Evaluate it, or select another model with --name."
+            f"{model.name} has no finished result. Evaluate it, or select another model with --name.",
+            code="no-results",
         )
     return [_read_task(model, task) for task in sorted(model.views)]
 
@@ -91,7 +92,8 @@ def _read_task(model: Model, task: str) -> Figures:
     if not math.isclose(mean, result["accuracy"], abs_tol=1e-9):
         raise UserError(
             f"{model.name}, {task}: its records do not match the accuracy of its result. Evaluate it again, "
-            "which recomputes it."
+            "which recomputes it.",
+            code="incomplete-results",
         )
     finished = (model.out / store.STORE / view["key"] / store.RESULT).stat().st_mtime
     return Figures(task, result, records, accuracy, groups, view["rows"], finished)

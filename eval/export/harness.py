@@ -94,7 +94,8 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     def entry(name: str, alias: str, result: dict[str, Any], accuracy: Accuracy) -> dict[str, Any]:
         if name in value["results"]:
             raise UserError(
-                f"{model.name}: two tasks or groups would have the name {name}. Rename a task file."
+                f"{model.name}: two tasks or groups would have the name {name}. Rename a task file.",
+                code="same-name",
             )
         stderr = "N/A" if accuracy.stderr is None else accuracy.stderr
         numbers = {"name": name, "alias": alias, "sample_len": accuracy.n}
@@ -207,7 +208,8 @@ def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counte
     ):
         if digest[:16] != result["conditions"]["compared"][name]:
             raise UserError(
-                f"task {task.name} has different {DIGESTS[name]}. Set the {option} of its evaluation."
+                f"task {task.name} has different {DIGESTS[name]}. Set the {option} of its evaluation.",
+                code="task-differs",
             )
     builder = PromptBuilder(task, data.rows["train"], None)
     samples: Samples = {}

@@ -48,13 +48,18 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     all_of_model = read_figures(model)
     weights = model.description["weights"]
     if (directory / "config.json").is_file() and EvaluatedModel(str(directory)).digest != weights:
-        raise UserError(f"{directory} does not have the weights with which {model.name} was evaluated")
+        raise UserError(
+            f"{directory} does not have the weights with which {model.name} was evaluated",
+            code="other-weights",
+        )
     before = None
     try:
         if (directory / CARD).exists():
             before = read_bytes(directory / CARD, CARD_BYTES).decode()
     except ValueError as error:
-        raise UserError(f"{directory / CARD} is not a model card: {one_line(error, 120)}") from None
+        raise UserError(
+            f"{directory / CARD} is not a model card: {one_line(error, 120)}", code="model-card"
+        ) from None
     results = model_index(model, all_of_model)
     after = add_index(before or card or f"# {publishable(model.name)}\n", model.name, results)
     if publishable(after) != after:
@@ -109,7 +114,9 @@ def add_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
             raise ValueError(f"it cannot be changed without loss. Remove {INDEX}.")
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {one_line(error, 120)}"
-        raise UserError(f"{CARD}: its front matter, or {INDEX} in it, cannot be read ({reason})") from None
+        raise UserError(
+            f"{CARD}: its front matter, or {INDEX} in it, cannot be read ({reason})", code="model-card"
+        ) from None
     return f"{head}{others}{block}{foot}{card[match.end() :] if match else card}"
 
 

@@ -54,7 +54,8 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--output_path {run_dir} is not the directory of a run with train.report_to=[wandb]: "
-            f"{one_line(error, 120)}"
+            f"{one_line(error, 120)}",
+            code="tracking",
         ) from None
     points = {}
     faults = {}
@@ -67,14 +68,18 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
         except UserError as error:
             faults[model.name] = error
     if not points and not faults:
-        raise UserError(f"no result is of the run {run_dir}. Set --output_path to the run of the results.")
+        raise UserError(
+            f"no result is of the run {run_dir}. Set --output_path to the run of the results.",
+            code="no-results",
+        )
     with hold_if_free(Lease(run_dir, LOCK, LOCK_SECONDS)) as free:
         pass
     with hold_if_free(store.lease(run_dir, SENDING)) as acquired:
         if not (free and acquired):
             raise BusyError(
                 f"{run_dir} is training, or another export is sending its results. Its W&B run supports a "
-                "single writer, so export again later."
+                "single writer, so export again later.",
+                code="run-in-use",
             )
         noted = store.read_json(run_dir / SENT) or {"sent": {}}
         # The last checkpoint and the run's export have the same results and tokens, so they are one point.
@@ -99,7 +104,7 @@ def _point(model: Model) -> dict[str, Any]:
     """Return the values to log for a model."""
     all_of_model = read_figures(model)
     if model.facts.get("tokens") is None:
-        raise UserError(f"{model.name} does not record its number of training tokens")
+        raise UserError(f"{model.name} does not record its number of training tokens", code="tracking")
     point: dict[str, Any] = {AXIS: model.facts["tokens"], "eval/step": model.facts.get("step")}
     for figures in all_of_model:
         point[f"eval/{figures.task}/accuracy"] = figures.accuracy.value
@@ -115,7 +120,9 @@ def _log(
     try:
         import wandb
     except ImportError:
-        raise UserError("--format wandb needs the package wandb: pip install wandb") from None
+        raise UserError(
+            "--format wandb needs the package wandb: pip install wandb", code="missing-extra"
+        ) from None
     # Keep the trainer's metadata on machine and program.
     options = {"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False}
     settings = wandb.Settings(console="off", silent=True, **options)
@@ -129,4 +136,4 @@ def _log(
         run.finish()
     except wandb.errors.Error as error:
         line = one_line(error, 200)
-        raise UserError(f"W&B: {line}. Set WANDB_API_KEY, or WANDB_MODE=offline.") from None
+        raise UserError(f"W&B: {line}. Set WANDB_API_KEY, or WANDB_MODE=offline.", code="tracking") from None

@@ -159,7 +159,9 @@ def _generate(args: argparse.Namespace, say: Say) -> int:
     try:
         seeds = tuple(int(part) for part in args.seeds.split(","))
     except ValueError:
-        raise UserError(f"--seeds {args.seeds!r} must be integers separated by commas") from None
+        raise UserError(
+            f"--seeds {args.seeds!r} must be integers separated by commas", code="option-value"
+        ) from None
     prefixes = _prefixes(args)
     tokens = (prefixes.tokens or TOKENS) if args.max_new_tokens is None else args.max_new_tokens
     samples = (1 if decoding.deterministic else SAMPLES) if args.samples is None else args.samples
@@ -193,14 +195,15 @@ def _decoding_or_beams(args: argparse.Namespace) -> Decoding | Beams:
         return decoding
     if decoding != Decoding():
         raise UserError(
-            "--beams cannot be combined with --greedy, --temperature, --top_k, --top_p or --decode"
+            "--beams cannot be combined with --greedy, --temperature, --top_k, --top_p or --decode",
+            code="options-clash",
         )
     return Beams(args.beams)
 
 
 def _prefixes(args: argparse.Namespace) -> Prefixes:
     if args.prefix_words < 0 or (args.prefix_words and not args.prefixes):
-        raise UserError("--prefix_words must not be negative and needs --prefixes FILE")
+        raise UserError("--prefix_words must not be negative and needs --prefixes FILE", code="option-needs")
     if args.prefixes:
         return from_file(args.prefixes, args.prefix_words, args.limit)
     if args.corpus:
@@ -210,17 +213,21 @@ def _prefixes(args: argparse.Namespace) -> Prefixes:
 
 def _quality(args: argparse.Namespace, say: Say) -> int:
     if args.protocol not in PROTOCOLS:
-        raise UserError(f"--protocol {args.protocol!r} is not known. {nearest(args.protocol, PROTOCOLS)}")
+        raise UserError(
+            f"--protocol {args.protocol!r} is not known. {nearest(args.protocol, PROTOCOLS)}",
+            code="option-value",
+        )
     if args.mauve and find_spec("mauve") is None:
         raise UserError(
             "--mauve needs the package mauve-text, which is not installed by default because it is GPL-3.0: "
-            "pip install 'emo-pipeline[mauve]'"
+            "pip install 'emo-pipeline[mauve]'",
+            code="missing-extra",
         )
     from .quality import QualityOptions, Sampled, write
 
     test = [text for text in read_texts(args.test) if text] if args.test else None
     if test == []:
-        raise UserError(f"{args.test} has no texts")
+        raise UserError(f"{args.test} has no texts", code="no-text")
     options = QualityOptions(
         args.output_path, args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype
     )

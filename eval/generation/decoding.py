@@ -39,9 +39,11 @@ class Decoding:
         }
         for name, (valid, text) in ranges.items():
             if not valid:
-                raise UserError(f"--{name} {getattr(self, name)} must be {text}")
+                raise UserError(f"--{name} {getattr(self, name)} must be {text}", code="option-value")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 1.0):
-            raise UserError("--greedy cannot be combined with --temperature, --top_k or --top_p")
+            raise UserError(
+                "--greedy cannot be combined with --temperature, --top_k or --top_p", code="options-clash"
+            )
         if self.cost and not self.objective:
             raise UserError("--cost needs --decode OBJECTIVE", code="cost-alone")
 
@@ -71,7 +73,9 @@ class Beams:
 
     def __post_init__(self) -> None:
         if self.beams < 2:
-            raise UserError(f"--beams {self.beams} must be at least 2. Use --greedy for one beam.")
+            raise UserError(
+                f"--beams {self.beams} must be at least 2. Use --greedy for one beam.", code="option-value"
+            )
 
     @property
     def name(self) -> str:

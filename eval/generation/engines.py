@@ -37,7 +37,7 @@ class Transformers:
 
     def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams = UNBIASED, batch: int = 64) -> None:
         if batch < 1:
-            raise UserError(f"--batch_size {batch} must be at least 1")
+            raise UserError(f"--batch_size {batch} must be at least 1", code="option-value")
         self.model = model
         self.decoding = decoding
         self.batch = batch
@@ -127,9 +127,14 @@ class Vllm(Transformers):
     def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams, batch: int = 1) -> None:
         super().__init__(model, decoding, batch)
         if find_spec("vllm") is None:
-            raise UserError("--engine vllm: vLLM is not installed. Install it, or remove --engine.")
+            raise UserError(
+                "--engine vllm: vLLM is not installed. Install it, or remove --engine.", code="missing-extra"
+            )
         if isinstance(decoding, Beams):
-            raise UserError("--engine vllm: its beam search lacks the repetition penalty of this judge")
+            raise UserError(
+                "--engine vllm: its beam search lacks the repetition penalty of this judge",
+                code="options-clash",
+            )
         if model.has_adapter:
             raise UserError(
                 f"--engine vllm: {model.source} has an adapter, which vLLM does not apply. Merge it first.",
@@ -182,7 +187,9 @@ ENGINES = {"transformers": Transformers, "vllm": Vllm}
 def make_engine(name: str, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> Transformers:
     """Return the engine called `name`, or raise UserError if it is unknown or not installed."""
     if name not in ENGINES:
-        raise UserError(f"--engine {name!r} is not known. Choose from {', '.join(ENGINES)}.")
+        raise UserError(
+            f"--engine {name!r} is not known. Choose from {', '.join(ENGINES)}.", code="option-value"
+        )
     return ENGINES[name](model, decoding, batch)
 
 
@@ -201,7 +208,7 @@ class TextJob(ABC):
 
     def __init__(self, engine: Transformers, tokens: int, out: Path) -> None:
         if tokens < 1:
-            raise UserError(f"--max_new_tokens {tokens} must be at least 1")
+            raise UserError(f"--max_new_tokens {tokens} must be at least 1", code="option-value")
         self.engine = engine
         self.model = engine.model
         self.tokens = tokens

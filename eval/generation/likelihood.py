@@ -62,7 +62,7 @@ def continuations(model: EvaluatedModel, pairs: Sequence[Pair]) -> Likelihood:
         with show_activity(f"{model.name}: scoring {counted(len(pairs), 'text')}"):
             nll = continuation_nll(scorer, pairs)
     except NotFiniteError as error:
-        raise UserError(f"{model.source}: {error}") from None
+        raise UserError(f"{model.source}: {error}", code="not-finite") from None
     return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))
 
 
@@ -99,7 +99,7 @@ def score_texts(model: EvaluatedModel, texts: Sequence[str]) -> Likelihood:
             pairs.append(((first if i == 0 else [continuation[i - 1]]), continuation[i : i + limit - 1]))
             owner.append(number)
     if not pairs:
-        raise UserError("no text has a token to predict")
+        raise UserError("no text has a token to predict", code="no-text")
     nll, tokens = (np.bincount(owner, values, len(texts)) for values in continuations(model, pairs))
     return Likelihood(nll, tokens.astype(np.int64))
 
@@ -137,7 +137,9 @@ def mean_cross_entropies(p_model: Any, q_model: Any, rows: Sequence[Sequence[int
         for total, value in zip(totals, values, strict=True):
             total += np.bincount(owner, value, len(rows))
     if not np.isfinite(totals).all():
-        raise UserError("a model produced NaN or infinite probabilities. Check its weights.")
+        raise UserError(
+            "a model produced NaN or infinite probabilities. Check its weights.", code="not-finite"
+        )
     return totals / np.array([len(row) - 1 for row in rows])
 
 

@@ -73,14 +73,16 @@ def from_corpus(name: str, data: str, split: str = "test", limit: int | None = N
         limit: Number of evenly spaced prefixes, or None for all.
     """
     if name not in CORPORA:
-        raise UserError(f"--corpus {name!r} is not known. {nearest(name, CORPORA)}")
+        raise UserError(f"--corpus {name!r} is not known. {nearest(name, CORPORA)}", code="option-value")
     corpus = CORPORA[name]
     if data == "hub":
         from datasets import load_dataset
 
         if corpus.hub is None:
             path = f"{corpus.folders[0]}/{split}.jsonl"
-            raise UserError(f"corpus {name} is not on the hub. Set --data to a directory with {path}.")
+            raise UserError(
+                f"corpus {name} is not on the hub. Set --data to a directory with {path}.", code="hub"
+            )
         hub = corpus.hub
         where = f"{corpus.hub[0]} {split}"
         rows = load_from_hub(where, lambda: load_dataset(*hub, split=split)["text"])
@@ -107,7 +109,9 @@ def _cut(
         if not words or text[end:].strip():
             pairs.append((text[:end], text[end:]))
     if not pairs:
-        raise UserError(f"{where} has no texts" + (f" of more than {words} words" if words else ""))
+        raise UserError(
+            f"{where} has no texts" + (f" of more than {words} words" if words else ""), code="no-text"
+        )
     chosen = evenly_spaced(pairs, limit)
     references = [reference for _, reference in chosen] if words else None
     return Prefixes(name, [p for p, _ in chosen], references, tokens, words, len(texts) - len(pairs))

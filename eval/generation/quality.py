@@ -104,11 +104,16 @@ class Sampled:
         dtype = options.dtype
         test = options.test
         if (options.mauve or protocol == "released") and not self.has_humans:
-            raise UserError(f"{self.directory} has no human continuations. Generate with --corpus.")
+            raise UserError(
+                f"{self.directory} has no human continuations. Generate with --corpus.", code="no-references"
+            )
         if test is None and self.has_humans:
             test = [record["prefix"] + record["reference"] for record in self.humans]
         if options.reference and not test:
-            raise UserError("--reference needs human texts. Generate with --corpus, or set --test FILE.")
+            raise UserError(
+                "--reference needs human texts. Generate with --corpus, or set --test FILE.",
+                code="no-references",
+            )
         self.result["protocol"] = protocol
         self._measure_text()
         if options.mauve:
@@ -129,7 +134,9 @@ class Sampled:
         try:
             json.dumps(self.result, allow_nan=False)
         except ValueError:
-            raise UserError(f"{self.directory}: a measure is NaN or infinite. Nothing is reported.") from None
+            raise UserError(
+                f"{self.directory}: a measure is NaN or infinite. Nothing is reported.", code="not-finite"
+            ) from None
 
     def _summarise(self, estimates: dict[str, Estimate]) -> dict[str, Any]:
         """Return estimates with their intervals, and keep them for comparisons."""
@@ -162,7 +169,8 @@ class Sampled:
         if len(self.humans) < MIN_TEXTS:
             raise UserError(
                 f"--mauve needs at least {MIN_TEXTS} prefixes for its clusters, but there are "
-                f"{len(self.humans)}. Generate with more prefixes, or remove --mauve."
+                f"{len(self.humans)}. Generate with more prefixes, or remove --mauve.",
+                code="too-few-rows",
             )
         pairs = [[self._pair(record, protocol) for record in records] for records in self.draws]
         human = features([human for _, human in pairs[0]])
@@ -204,7 +212,8 @@ class Sampled:
         model = EvaluatedModel(self.about["path"], dtype=dtype)
         if model.digest != self.about["weights"]:
             raise UserError(
-                f"{model.source} does not have the weights that generated {self.directory}. Generate again."
+                f"{model.source} does not have the weights that generated {self.directory}. Generate again.",
+                code="other-weights",
             )
         likelihoods = likelihood.score_texts(model, human)
         nats = likelihoods.estimate(range(len(human)))
@@ -220,7 +229,8 @@ class Sampled:
         if len({tokenizer_fingerprint(m.tokenizer, None) for m in (reference, model)}) > 1:
             raise UserError(
                 f"--reference {reference.source} and {model.source} have different tokenizers, so their "
-                "next-token distributions cannot be compared"
+                "next-token distributions cannot be compared",
+                code="other-tokenizer",
             )
         limit = min(model.context or 1 << 30, reference.context or 1 << 30)
         rows = [row for t in human if len(row := text_ids(model.tokenizer, t)[:limit]) > 1]
@@ -409,7 +419,9 @@ def featurizer(name: str, dtype: str = "auto") -> Featurizer:
             out = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             states[part] = out[torch.arange(len(part)), lengths - 1].float().cpu().numpy()
         if not np.isfinite(states).all():
-            raise UserError(f"{name} produced NaN or infinite hidden states. Check its weights.")
+            raise UserError(
+                f"{name} produced NaN or infinite hidden states. Check its weights.", code="not-finite"
+            )
         return states
 
     return last_states

@@ -45,12 +45,17 @@ class Generation(TextJob):
         self.seeds = seeds
         self.decoding = engine.decoding
         if samples < 1:
-            raise UserError(f"--samples {samples} must be at least 1")
+            raise UserError(f"--samples {samples} must be at least 1", code="option-value")
         if len(set(seeds)) != len(seeds):
-            raise UserError(f"--seeds {','.join(map(str, seeds))} must be different numbers")
+            raise UserError(
+                f"--seeds {','.join(map(str, seeds))} must be different numbers", code="option-value"
+            )
         if self.decoding.deterministic and (samples > 1 or len(seeds) > 1):
             name = self.decoding.name
-            raise UserError(f"{name} produces one text per prefix. Set --samples 1 and a single seed.")
+            raise UserError(
+                f"{name} produces one text per prefix. Set --samples 1 and a single seed.",
+                code="options-clash",
+            )
         self.name = f"{prefixes.name}-{self.decoding.name}"
         self.directory = out / MODELS / self.model.name / "generated" / self.name
         self.prompts = [prompt_ids(self.model, text) for text in prefixes.texts]
@@ -123,9 +128,12 @@ class Generation(TextJob):
 def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
     """Return the facts and the records that `Generation` wrote into a directory."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
-        raise UserError(f"{directory} has no {RECORDS}. Create it with: emo generate")
+        raise UserError(f"{directory} has no {RECORDS}. Create it with: emo generate", code="no-results")
     about = read_json(directory / ABOUT)
     lines = read_text(directory / RECORDS).split("\n")
     if lines[-1] or len(lines) != about["records"] + 1:
-        raise UserError(f"{directory / RECORDS} is incomplete or was changed. Generate it again.")
+        raise UserError(
+            f"{directory / RECORDS} is incomplete or was changed. Generate it again.",
+            code="incomplete-results",
+        )
     return about, [json.loads(line) for line in lines[:-1]]

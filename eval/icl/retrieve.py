@@ -57,7 +57,10 @@ class GroupRetriever(openicl.BaseRetriever):
             first.setdefault(group, []).append(row)
         for group in self.test_ds[GROUP]:
             if (available := len(first.get(group, []))) < self.ice_num:
-                raise UserError(f"group {group!r} has {available} demonstrations, but needs {self.ice_num}")
+                raise UserError(
+                    f"group {group!r} has {available} demonstrations, but needs {self.ice_num}",
+                    code="too-few-rows",
+                )
         return [first[group][: self.ice_num] for group in self.test_ds[GROUP]]
 
 

@@ -51,16 +51,21 @@ class Settings:
             *(("--extra_scores", name, EXTRA_SCORES) for name in self.extra),
         ]:
             if value not in choices:
-                raise UserError(f"{option} {value!r} is not known. Choose from {', '.join(choices)}.")
+                raise UserError(
+                    f"{option} {value!r} is not known. Choose from {', '.join(choices)}.", code="option-value"
+                )
         if self.inferencer == "ppl" and (self.score != "openicl_ppl" or self.extra):
-            raise UserError("--inferencer ppl computes openicl_ppl only. Remove --score and --extra_scores.")
+            raise UserError(
+                "--inferencer ppl computes openicl_ppl only. Remove --score and --extra_scores.",
+                code="options-clash",
+            )
         for option, number, minimum in [
             ("--num_fewshot", self.shots, 0),
             ("--limit", self.limit, 1),
             ("--max_tokens", self.max_tokens, 1),
         ]:
             if number is not None and number < minimum:
-                raise UserError(f"{option} must be at least {minimum}")
+                raise UserError(f"{option} must be at least {minimum}", code="option-value")
 
     @property
     def extras(self) -> tuple[str, ...]:

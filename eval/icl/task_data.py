@@ -54,7 +54,7 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
                 text = row_text(row)
                 texts.append(None if text is None else digest(text))
         if not rows[role]:
-            raise UserError(f"{where} has no rows")
+            raise UserError(f"{where} has no rows", code="no-rows")
     pool = rows["train"] = rows["train"][: task.prompt.pool_first]
     count = task.spec.shots.count if shots is None else shots
     retrieved = task.spec.shots.by == "retrieval"
@@ -65,7 +65,8 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
             rows["train"] = evenly_spaced(pool, max(count, POOL_PER_ROW * limit))
     if retrieved and len(pool) < count:
         raise UserError(
-            f"task {task.name} needs {count} demonstrations but has {len(pool)} rows. Lower --num_fewshot."
+            f"task {task.name} needs {count} demonstrations but has {len(pool)} rows. Lower --num_fewshot.",
+            code="too-few-rows",
         )
     digests = {role: store.digest([list(row.items()) for row in part]) for role, part in rows.items()}
     return TaskData(rows, digests, texts, len(pool))
@@ -77,7 +78,10 @@ def _file_rows(task: Task, split: str, source: str) -> tuple[Iterator[Row], str]
     names = (f"{split}.jsonl", f"{split}.jsonl.zst")
     path = next((directory / name for name in names if (directory / name).is_file()), None)
     if path is None:
-        raise UserError(f"{directory} has no {' or '.join(names)}. Set --data to its parent directory.")
+        raise UserError(
+            f"{directory} has no {' or '.join(names)}. Set --data to its parent directory.",
+            code="no-task-data",
+        )
 
     def rows() -> Iterator[Row]:
         for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -90,7 +94,9 @@ def _file_rows(task: Task, split: str, source: str) -> tuple[Iterator[Row], str]
                 if "\\ud" in line.lower():
                     json.dumps(row, ensure_ascii=False).encode()  # raises for a lone surrogate
             except ValueError as error:
-                raise UserError(f"{path} line {number} is not a JSON row: {one_line(error, 120)}") from None
+                raise UserError(
+                    f"{path} line {number} is not a JSON row: {one_line(error, 120)}", code="not-json"
+                ) from None
             yield row
 
     return rows(), str(path)
@@ -102,13 +108,15 @@ def hub_rows(task: Task, split: str) -> tuple[Iterable[Row], str]:
 
     hub = task.spec.hub
     if hub is None:
-        raise UserError(f"task {task.name} has no hub id. Set --data to a directory.")
+        raise UserError(f"task {task.name} has no hub id. Set --data to a directory.", code="hub")
     where = f"{hub.path} {split}"
     try:
         data = load_dataset(hub.path, hub.name, split=split, revision=hub.revision)
     except Exception as error:  # many kinds: no network, no such id, no such split
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
-        raise UserError(f"cannot load {where} from the hub ({reason}). Set --data to a directory.") from None
+        raise UserError(
+            f"cannot load {where} from the hub ({reason}). Set --data to a directory.", code="hub"
+        ) from None
     for column, feature in data.features.items():
         if isinstance(feature, ClassLabel):  # replace numbers by the data set's names
             names = [None if v is None or v < 0 else feature.int2str(v) for v in data[column]]
@@ -125,11 +133,15 @@ def _canonical(task: Task, row: Row, index: int, where: str) -> Row:
             canonical[name] = canonical[name].replace(old, new)
     column = next((name for name in task.spec.label.columns if name in row), None)
     if column is None:
-        raise UserError(f"{where} has none of the label columns {', '.join(task.spec.label.columns)}")
+        raise UserError(
+            f"{where} has none of the label columns {', '.join(task.spec.label.columns)}", code="label"
+        )
     value = row[column]
     if not isinstance(value, str | int) or (type(value), value) not in task.label_of:
         labels = ", ".join(str(value) for _, value in task.label_of)
-        raise UserError(f"{where}: column {column} has an unknown label {value!r}. Known labels: {labels}")
+        raise UserError(
+            f"{where}: column {column} has an unknown label {value!r}. Known labels: {labels}", code="label"
+        )
     canonical[LABEL] = task.label_of[type(value), value]
     canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
     return canonical
@@ -139,13 +151,13 @@ def _text(row: Row, column: str, where: str) -> str:
     """Return the text of a column, or of an element as in choices.0. Numbers become text."""
     name, dot, element = column.partition(".")
     if name not in row:
-        raise UserError(f"{where} has no column {name}. {nearest(name, row)}")
+        raise UserError(f"{where} has no column {name}. {nearest(name, row)}", code="column")
     value = row[name]
     if dot:
         try:
             value = value[int(element)]
         except (IndexError, ValueError, TypeError, KeyError):
-            raise UserError(f"{where}: column {name} has no element {element}") from None
+            raise UserError(f"{where}: column {name} has no element {element}", code="column") from None
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (isinstance(value, str) or number):
         raise UserError(f"{where}: column {column} is {repr(value)[:60]}, not text", code="not-text")

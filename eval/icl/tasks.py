@@ -192,7 +192,7 @@ class Task:
         """Return the task with the label before the text, for the channel score, or raise UserError."""
         text = self.prompt.channel
         if text is None:
-            raise UserError(f"task {self.name}: prompts.{self.version} has no `channel` text")
+            raise UserError(f"task {self.name}: prompts.{self.version} has no `channel` text", code="task")
         prompt = self.prompt.model_copy(update={"text": text, "demonstration": None})
         return replace(self, spec=self.spec.model_copy(update={"prompts": {self.version: prompt}}))
 

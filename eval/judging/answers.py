@@ -117,13 +117,17 @@ def read_questions(source: str, data: str, limit: int | None = None) -> tuple[st
         path = _find_set(source, data)
         name = source
     elif not path.is_file():
-        raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
+        raise UserError(
+            f"--questions {source} is neither a file nor one of {', '.join(SETS)}", code="option-value"
+        )
     questions = [question_of(row, *INSTRUCTION, dataset=name) for row in read_rows(path)]
     if empty := [i for i, question in enumerate(questions, start=1) if not question.instruction.strip()]:
-        raise UserError(f"{path} row {empty[0]}: the instruction is empty")
+        raise UserError(f"{path} row {empty[0]}: the instruction is empty", code="question")
     ids = [q.id for q in questions if q.id]
     if ids and len(ids) < len(questions):
-        raise UserError(f"{path}: {len(questions) - len(ids)} of {len(questions)} questions have no id")
+        raise UserError(
+            f"{path}: {len(questions) - len(ids)} of {len(questions)} questions have no id", code="question"
+        )
     require_unique(ids, f"{path}: ids occur")
     return name, evenly_spaced(questions, limit)
 
@@ -134,7 +138,9 @@ def _find_set(name: str, data: str) -> Path:
         return find_file(f"--questions {name}", data, SETS[name], endings)
     if name != "alpaca_eval":
         file = f"{SETS[name][0]}.jsonl"
-        raise UserError(f"--questions {name} is not on the hub. Set --data to a directory with {file}.")
+        raise UserError(
+            f"--questions {name} is not on the hub. Set --data to a directory with {file}.", code="hub"
+        )
     from huggingface_hub import hf_hub_download
 
     return Path(load_from_hub(HUB[0], lambda: hf_hub_download(*HUB, repo_type="dataset")))
@@ -149,16 +155,22 @@ def add_template(add: Callable[..., Any]) -> None:
 def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
     """Return the template to use for one of TEMPLATE_CHOICES. Report a mismatch with the model's tuning."""
     if template not in TEMPLATE_CHOICES:
-        raise UserError(f"--template {template!r} is not known. Choose from {', '.join(TEMPLATE_CHOICES)}.")
+        raise UserError(
+            f"--template {template!r} is not known. Choose from {', '.join(TEMPLATE_CHOICES)}.",
+            code="option-value",
+        )
     tuned = str(model.facts.get("template") or "")
     has_template = chat_template(model.path) is not None
     name = template
     if template == AUTO:
         name = tuned.partition("/")[0] or (OWN_TEMPLATE if has_template else "alpaca")
     if name not in VERSIONS:
-        raise UserError(f"{model.source}: export.json names an unknown template {tuned!r}. Set --template.")
+        raise UserError(
+            f"{model.source}: export.json names an unknown template {tuned!r}. Set --template.",
+            code="template",
+        )
     if by_chat_template(name) and name == template and not has_template:
-        raise UserError(f"--template {name}: {model.source} has no chat template")
+        raise UserError(f"--template {name}: {model.source} has no chat template", code="template")
     if tuned and VERSIONS[name] != tuned:
         say(f"{model.name} was tuned with the template {tuned}, but --template selects {VERSIONS[name]}")
     elif not tuned and has_template and name != OWN_TEMPLATE:
@@ -309,7 +321,9 @@ def read_answers(path: Path) -> Answers:
     generators = {row["generator"] for row in rows if isinstance(row.get("generator"), str)} - {""}
     if len(generators) > 1:
         models = shorten(sorted(generators))
-        raise UserError(f"{file} has answers of several models: {models}. Use one file per model.")
+        raise UserError(
+            f"{file} has answers of several models: {models}. Use one file per model.", code="mixed-answers"
+        )
     answers = [
         Answer(question_of(row, "instruction"), answer_of(row), row.get("ended") is not False) for row in rows
     ]

@@ -115,7 +115,9 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
 
     greedy = args.temperature is None
     if greedy and args.top_p != 1:
-        raise UserError("--top_p needs --temperature. Without it the most likely token is chosen.")
+        raise UserError(
+            "--top_p needs --temperature. Without it the most likely token is chosen.", code="option-needs"
+        )
     decoding = Decoding(greedy=True) if greedy else Decoding(args.temperature, 0, args.top_p)
     name, questions = read_questions(args.questions, args.data, args.limit)
     model = EvaluatedModel(args.model, args.name, args.dtype)
@@ -130,11 +132,13 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
 
 def _judge(args: argparse.Namespace, say: Say) -> int:
     if args.judge not in JUDGES:
-        raise UserError(f"--judge {args.judge!r} is not known. {nearest(args.judge, JUDGES)}")
+        raise UserError(
+            f"--judge {args.judge!r} is not known. {nearest(args.judge, JUDGES)}", code="option-value"
+        )
     judge = JUDGES[args.judge]
     if args.existing:
         if args.a or args.b or args.limit is not None:
-            raise UserError("--from includes the answers. Remove --a, --b and --limit.")
+            raise UserError("--from includes the answers. Remove --a, --b and --limit.", code="options-clash")
         return _report(read_verdicts(args.existing, args.labelled, judge.name), args, say)
     pairs, left_out = _read_pairs(args, say)
     if args.write_prompts:
@@ -150,9 +154,9 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
 def _read_pairs(args: argparse.Namespace, say: Say) -> tuple[Pairs, int]:
     """Return the pairs to judge, and the number of pairs left out because an answer was cut off."""
     if args.labelled and (args.a or args.b):
-        raise UserError("--labelled includes the answers. Remove --a and --b.")
+        raise UserError("--labelled includes the answers. Remove --a and --b.", code="options-clash")
     if not args.labelled and not (args.a and args.b):
-        raise UserError("set --a and --b, --labelled FILE, or --from FILE")
+        raise UserError("set --a and --b, --labelled FILE, or --from FILE", code="option-needs")
     pairs = read_labelled(args.labelled) if args.labelled else pair_answers(args.a, args.b, say)
     rows = pairs.rows if args.include_cut_off else [pair for pair in pairs.rows if not pair.cut_off]
     left_out = len(pairs.rows) - len(rows)
@@ -189,7 +193,8 @@ def _judge_with_model(
     if path is None:
         raise UserError(
             f"--judge {judge.name}: the weights of its model are not public. Set --model to another model, "
-            "or write the prompts with --write_prompts and read the --replies."
+            "or write the prompts with --write_prompts and read the --replies.",
+            code="judge-weights",
         )
     model = EvaluatedModel(path, dtype=args.dtype)
     engine = make_engine(args.engine, model, judge.decoding, args.batch_size)

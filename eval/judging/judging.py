@@ -80,7 +80,8 @@ class Judging(TextJob):
         if self.context is not None and self.tokens >= self.context:
             raise UserError(
                 f"{self.model.source} has a context of {self.context} tokens, and replies may have "
-                f"{self.tokens}. Lower --max_new_tokens."
+                f"{self.tokens}. Lower --max_new_tokens.",
+                code="context",
             )
 
     def run(self) -> list[Record]:
@@ -96,7 +97,8 @@ class Judging(TextJob):
         if {row["unasked"] for row in rows} in ({NO_ROOM}, {NO_ROOM, IDENTICAL}):
             raise UserError(
                 f"no prompt fits into the {self.context} tokens of {self.model.source} with a reply of "
-                f"{self.tokens}. Lower --max_new_tokens, or use a judge with a longer context."
+                f"{self.tokens}. Lower --max_new_tokens, or use a judge with a longer context.",
+                code="context",
             )
         return rows
 
@@ -151,11 +153,16 @@ def write_prompts(
         tokens: The longest reply that `openai` requests (default: the judge's).
     """
     if form not in FORMATS:
-        raise UserError(f"--format {form!r} is not known. Choose from {', '.join(FORMATS)}.")
+        raise UserError(
+            f"--format {form!r} is not known. Choose from {', '.join(FORMATS)}.", code="option-value"
+        )
     if form == "openai" and isinstance(judge.decoding, Beams):
-        raise UserError(f"--format openai: batch files do not support the beam search of {judge.name}")
+        raise UserError(
+            f"--format openai: batch files do not support the beam search of {judge.name}",
+            code="options-clash",
+        )
     if file.is_dir():
-        raise UserError(f"--write_prompts {file} is a directory. Set it to a file.")
+        raise UserError(f"--write_prompts {file} is a directory. Set it to a file.", code="write-target")
     kind = "chat/completions" if judge.chat else "completions"
     lines = []
     for pair, ids in zip(pairs.rows, _prompt_ids(judge, pairs), strict=True):

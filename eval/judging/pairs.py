@@ -116,7 +116,8 @@ def pair_answers(a: Path, b: Path, say: Say = lambda text: None) -> Pairs:
     if other := [pair.key for pair in rows if pair.question.text != of_b[pair.key].question.text]:
         raise UserError(
             f"ids stand for different questions in {first.path} and {second.path}: {shorten(other)}. Answer "
-            "the same questions with both models."
+            "the same questions with both models.",
+            code="question",
         )
     _remark(files, rows, say)
     sets = {pair.question.dataset for pair in rows}
@@ -181,7 +182,9 @@ def read_labelled(path: Path) -> Pairs:
     for i, row in enumerate(rows, start=1):
         values = [row.get(name) for name in names]
         if not all(type(value) is int and value in labels for value in values):
-            raise UserError(f"{row.source}: {', '.join(names)} is {values}, but a human label is 0, 1 or 2")
+            raise UserError(
+                f"{row.source}: {', '.join(names)} is {values}, but a human label is 0, 1 or 2", code="label"
+            )
         question = question_of(row, instruction)
         human = tuple(labels[value] for value in values)
         texts = answer_of(row, f"{response}1"), answer_of(row, f"{response}2")
@@ -212,7 +215,9 @@ def read_verdicts(files: Sequence[Path], labels: Path | None, judge: str) -> lis
     if AUTO_J_VERDICT in fields and labels is not None:
         return [_auto_j(tables, read_labelled(labels), judge)]
     names = f"preference, {', '.join(PANDALM_VERDICTS)}, or (with --labelled) {AUTO_J_VERDICT}"
-    raise UserError(f"{files[0]} has no verdicts. It needs {names}, but has {', '.join(fields)}.")
+    raise UserError(
+        f"{files[0]} has no verdicts. It needs {names}, but has {', '.join(fields)}.", code="no-verdict"
+    )
 
 
 def _alpaca_eval(tables: Mapping[Path, list[FileRow]], judge: str) -> list[Judged]:
@@ -265,7 +270,8 @@ def _auto_j(tables: Mapping[Path, list[FileRow]], pairs: Pairs, judge: str) -> J
     if len(tables) > 2 or set(counts) != {len(pairs.rows)}:
         raise UserError(
             "--from takes one or two files of Auto-J (verdicts on original and on exchanged answers) with "
-            f"{len(pairs.rows)} lines each, but they have {counts}"
+            f"{len(pairs.rows)} lines each, but they have {counts}",
+            code="no-verdict",
         )
     judged = []
     for pair, *rows_of_pair in zip(pairs.rows, *tables.values(), strict=True):

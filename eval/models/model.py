@@ -61,11 +61,14 @@ class EvaluatedModel(LanguageModel):
 
     def __init__(self, path: str, name: str | None = None, dtype: str = "auto") -> None:
         if dtype not in DTYPES:
-            raise UserError(f"--dtype {dtype!r} is not known. Choose one of {', '.join(DTYPES)}.")
+            raise UserError(
+                f"--dtype {dtype!r} is not known. Choose one of {', '.join(DTYPES)}.", code="option-value"
+            )
         if name is not None and (not NAME.fullmatch(name) or name != name.strip()):
             raise UserError(
                 f"--name {name!r} must begin with a letter or digit and contain only letters, digits, spaces "
-                "and . _ - + @ ~"
+                "and . _ - + @ ~",
+                code="option-value",
             )
         self.path = hub_snapshot(path)
         self.source = path
@@ -73,7 +76,9 @@ class EvaluatedModel(LanguageModel):
         if not (self.path / CONFIG_JSON).is_file():
             export = self.path / EXPORT
             hint = f". Use the run's export, {export}" if (export / CONFIG_JSON).is_file() else ""
-            raise UserError(f"{self.path} is not a model directory: config.json is missing{hint}")
+            raise UserError(
+                f"{self.path} is not a model directory: config.json is missing{hint}", code="no-model"
+            )
         opened_files(self.path)  # raises for a directory without weights or settings
         self.dtype = dtype
         if dtype == "auto":  # stays `auto` if transformers has to look at the weights
@@ -274,7 +279,9 @@ class EvaluatedModel(LanguageModel):
         try:
             return read_export_info(self.path)
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path / EXPORT_INFO} is unreadable: {one_line(error)}") from None
+            raise UserError(
+                f"{self.path / EXPORT_INFO} is unreadable: {one_line(error)}", code="damaged-file"
+            ) from None
 
     @cached_property
     def ends(self) -> list[int]:
@@ -339,14 +346,14 @@ def hub_snapshot(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if name.count("/") != 1 or name.startswith((".", "/")):
-        raise UserError(f"model directory {name} does not exist")
+        raise UserError(f"model directory {name} does not exist", code="no-model")
     from huggingface_hub import snapshot_download
 
     try:
         with show_activity(f"{name}: downloading"):
             return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
     except Exception as error:  # the hub raises many kinds of errors
-        raise UserError(explain_hub_error(name, error)) from None
+        raise UserError(explain_hub_error(name, error), code="hub") from None
 
 
 def quiet_libraries() -> None:

@@ -81,11 +81,11 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
 def _count_pairs(a: Model, b: Model, task: str) -> Any:
     """Return `stats.count_pairs` of a task. Raises UserError if the models cannot be compared on it."""
     if reason := find_differences(a.results[task], b.results[task]):
-        raise UserError(reason)
+        raise UserError(reason, code="not-comparable")
     first = a.records(task)
     second = b.records(task)
     if first.rows != second.rows:
-        raise UserError("their records have different rows")
+        raise UserError("their records have different rows", code="not-comparable")
     groups = [group for *_, group in first.rows] if a.results[task]["groups"] else None
     return stats.count_pairs(first.correct, second.correct, groups)
 
@@ -151,15 +151,21 @@ def require_comparison(
     for task in only:
         if task not in a.results | b.results:
             names = sort_tasks({*a.results, *b.results})
-            raise UserError(f"{a.name} and {b.name} have no task {task}. {nearest(task, names)}")
+            raise UserError(
+                f"{a.name} and {b.name} have no task {task}. {nearest(task, names)}", code="not-comparable"
+            )
     tasks = [t for t in sort_tasks(a.results.keys() & b.results.keys()) if not only or t in only]
     if not tasks:
-        raise UserError(f"{a.name} and {b.name} have no task in common{': ' * bool(only)}{', '.join(only)}")
+        raise UserError(
+            f"{a.name} and {b.name} have no task in common{': ' * bool(only)}{', '.join(only)}",
+            code="not-comparable",
+        )
     comparison = compare_models(a, b, tasks, alpha)
     if comparison.refused:
         reasons = "; ".join(f"{task}: {reason}" for task, reason in comparison.refused.items())
         raise UserError(
-            f"{a.name} and {b.name} cannot be compared: {reasons}. Evaluate both with the same settings."
+            f"{a.name} and {b.name} cannot be compared: {reasons}. Evaluate both with the same settings.",
+            code="not-comparable",
         )
     assert comparison.mean is not None
     return comparison, comparison.mean

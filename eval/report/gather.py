@@ -69,7 +69,7 @@ class Report:
         others = [m for m in models if m.samples and m not in scored]
         scored, self.unscored = (scored, others) if scored else (others, [])
         if not scored and not self.judgements:
-            raise UserError(f"no finished results in {', '.join(map(str, outs))}")
+            raise UserError(f"no finished results in {', '.join(map(str, outs))}", code="no-results")
         self.title = title or ("In-context evaluation" if scored else "Answers, judged")
         overlaps, faults = _read_runs([*scored, *self.unscored], runs)
         ancestors = find_ancestors(scored)
@@ -192,7 +192,7 @@ def _read_runs(
     for model in (m for m in models if m.name in runs):
         run = runs[model.name]
         if not (run / METRICS).is_file():
-            raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}")
+            raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}", code="no-run")
         # Only the main validation set. The run's own report shows all sets.
         model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
         overlaps[model.name] = _read_contamination(run, faults)

@@ -149,13 +149,15 @@ def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
             if directory.name in models:
                 raise UserError(
                     f"two results directories have a model {directory.name!r}. Evaluate one of them with "
-                    "another --name."
+                    "another --name.",
+                    code="same-name",
                 )
             model = models[directory.name] = Model(directory.name, description, out)
             _read_views(model, directory, warn)
         if len(models) == before:
             raise UserError(
-                f"no results in {out}. Create them with: emo eval --model DIR --data DIR --output_path {out}"
+                f"no results in {out}. Create them with: emo eval --model DIR --data DIR --output_path {out}",
+                code="no-results",
             )
     return list(models.values())
 
@@ -179,7 +181,9 @@ def find_model(models: Sequence[Model], name: str) -> Model:
     for model in models:
         if model.name == name:
             return model
-    raise UserError(f"no results of a model {name!r}. {nearest(name, [m.name for m in models])}")
+    raise UserError(
+        f"no results of a model {name!r}. {nearest(name, [m.name for m in models])}", code="no-results"
+    )
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:

@@ -27,7 +27,10 @@ class FileRow(dict[str, Any]):
             if isinstance(self.get(name), str):
                 return self[name]
         fields = ", ".join(self)
-        raise UserError(f"{self.source} has no text in the field {' or '.join(names)}. Its fields: {fields}")
+        raise UserError(
+            f"{self.source} has no text in the field {' or '.join(names)}. Its fields: {fields}",
+            code="no-text",
+        )
 
 
 def read_rows(path: Path) -> list[FileRow]:
@@ -71,7 +74,7 @@ def read_texts(path: Path, field: str = "text") -> list[str]:
 def evenly_spaced(rows: Sequence[T], limit: int | None) -> list[T]:
     """Return at most `limit` of the rows, evenly spaced."""
     if limit is not None and limit < 1:
-        raise UserError(f"--limit {limit} must be at least 1")
+        raise UserError(f"--limit {limit} must be at least 1", code="option-value")
     count = len(rows) if limit is None else min(limit, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
@@ -82,7 +85,8 @@ def load_from_hub(name: str, load: Callable[[], T]) -> T:
         return load()
     except Exception as error:  # many kinds: no network, no such id, no such split
         raise UserError(
-            f"cannot load {name} from the hub ({one_line(error, 200)}). Set --data to a directory."
+            f"cannot load {name} from the hub ({one_line(error, 200)}). Set --data to a directory.",
+            code="hub",
         ) from None
 
 
@@ -92,4 +96,7 @@ def find_file(title: str, data: str, stems: Iterable[str], endings: Iterable[str
     paths = (folder / f"{stem}{ending}" for stem in stems for folder in folders for ending in endings)
     if path := next(filter(Path.is_file, paths), None):
         return path
-    raise UserError(f"{title}: no file {' or '.join(stems)} ({', '.join(endings)}) under --data {data}")
+    raise UserError(
+        f"{title}: no file {' or '.join(stems)} ({', '.join(endings)}) under --data {data}",
+        code="no-task-data",
+    )

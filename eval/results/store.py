@@ -106,7 +106,8 @@ def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
     records = [record for path in sorted(directory.glob("*.json")) for record in unsealed(path) or ()]
     if len(records) != rows:
         raise UserError(
-            f"{directory}: only {len(records)} of {rows} rows are undamaged. Run the evaluation again."
+            f"{directory}: only {len(records)} of {rows} rows are undamaged. Run the evaluation again.",
+            code="incomplete-results",
         )
     return records
 

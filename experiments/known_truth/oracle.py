@@ -236,7 +236,7 @@ def compute_logits(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor
         parts.append(model(input_ids=ids).logits[0, :, :vocabulary].float().cpu())
     logits = torch.cat(parts)
     if not torch.isfinite(logits).all():
-        raise UserError("the model's logits are not finite")
+        raise UserError("the model's logits are not finite", code="not-finite")
     return logits
 
 

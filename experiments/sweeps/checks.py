@@ -49,7 +49,7 @@ def check_runs(sweep: Sweep, local: bool) -> None:
             if (data_key := store.digest(data)) not in checked and local:
                 _check_data(experiment, config.data)
         except UserError as error:
-            raise UserError(f"{run.name}: {error}") from None
+            raise UserError(f"{run.name}: {error}", code=error.code) from None
         checked |= {key, data_key}
     sweep.reject_changes()
 
@@ -64,7 +64,7 @@ def _check_names(sweep: Sweep, run: RunSpec, config: RunConfig) -> None:
         fill_variables(measure.read, sweep.variables(run), f"measures.{name}.read")
     for metric in [*experiment.decisive, *([experiment.choose.by] if experiment.choose else [])]:
         if metric not in metrics:
-            raise UserError(f"no measure reads {metric}; {nearest(metric, metrics)}")
+            raise UserError(f"no measure reads {metric}; {nearest(metric, metrics)}", code="unknown-name")
 
 
 def _check_command(words: list[str], measure: str) -> None:
@@ -98,7 +98,9 @@ def _check_model(experiment: Experiment, config: RunConfig) -> None:
         try:
             load_cost(cost, vocabulary, revision=config.model.revision if cost == path else None)
         except UserError as error:
-            raise UserError(f"objective.cost={cost}: {error}. Or set one of {', '.join(COSTS)}") from None
+            raise UserError(
+                f"objective.cost={cost}: {error}. Or set one of {', '.join(COSTS)}", code="cost-missing"
+            ) from None
 
 
 def _check_data(experiment: Experiment, data: DataConfig) -> None:

@@ -264,7 +264,9 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
     """Read an experiment file with `key=value` overrides. Raises UserError if it is invalid."""
     experiment = load_section(Experiment, path, overrides, "experiment")
     if names := find_duplicates(run.name for run in expand(experiment)):
-        raise UserError(f"{path}: two runs are named {names[0]}; give their labels different names")
+        raise UserError(
+            f"{path}: two runs are named {names[0]}; give their labels different names", code="same-name"
+        )
     return experiment
 
 
@@ -284,7 +286,9 @@ def expand(experiment: Experiment) -> list[RunSpec]:
         for key in [key for key in overrides if key.startswith("names.")]:
             name = key.removeprefix("names.")
             if name not in experiment.names:
-                raise UserError(f"{key}: no such name under names; {nearest(name, experiment.names)}")
+                raise UserError(
+                    f"{key}: no such name under names; {nearest(name, experiment.names)}", code="unknown-name"
+                )
             variables[name] = fill_variables(overrides.pop(key), variables, key)
         pairs = tuple(labels.items())
         runs[pairs] = RunSpec(
@@ -305,7 +309,8 @@ def fill_variables(value: Any, variables: Mapping[str, Any], key: str) -> Any:
     def text(match: re.Match[str]) -> str:
         if match[1] not in variables:
             raise UserError(
-                f"{key}: {format_value(value)} uses the unknown {match[0]}; {nearest(match[1], variables)}"
+                f"{key}: {format_value(value)} uses the unknown {match[0]}; {nearest(match[1], variables)}",
+                code="unknown-name",
             )
         return str(variables[match[1]])
 
@@ -317,9 +322,9 @@ def split_command(text: str, variables: Mapping[str, Any], key: str) -> list[str
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UserError(f"{key}: {text!r} is not a command ({error})") from None
+        raise UserError(f"{key}: {text!r} is not a command ({error})", code="command") from None
     if not words:
-        raise UserError(f"{key} is empty. Set a command, or remove it")
+        raise UserError(f"{key} is empty. Set a command, or remove it", code="command")
     return [fill_variables(word, variables, key) for word in words]
 
 

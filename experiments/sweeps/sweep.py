@@ -90,7 +90,7 @@ class Sweep:
         try:
             return load_config(self.experiment.recipe, overrides)
         except UserError as error:
-            raise UserError(f"{run.name}: {error}") from None
+            raise UserError(f"{run.name}: {error}", code=error.code) from None
 
     def variables(self, run: RunSpec, baseline: RunSpec | None = None) -> dict[str, Any]:
         """Return the variables of a run's commands."""

@@ -39,7 +39,7 @@ def check_content(run_dir: Path, sets: Sequence[TokenDataset | Scores], world: W
     gathered = gather_objects((faults, hashes.new()))
     for rank_faults, _ in gathered:
         if rank_faults:
-            raise UserError(rank_faults[0])
+            raise UserError(rank_faults[0], code="damaged-data")
     if world.is_main:
         hashes.save(new for _, new in gathered)
 

@@ -365,7 +365,9 @@ class MixedOrder:
                 if time > period.flow.times[-1] and not period.flow.rates[-1].any():
                     steps = (rows - missing) // self.batch
                     problem = f"the domains of train.mixture last for {steps:,} steps"
-                    raise UserError(f"{problem}. Raise max_epochs, or set train.max_steps to that")
+                    raise UserError(
+                        f"{problem}. Raise max_epochs, or set train.max_steps to that", code="epochs"
+                    )
             else:
                 high = time
                 high_counts = counts

@@ -156,7 +156,9 @@ class Saver:
         """Return why some rank could not write the last checkpoint, or None."""
         writing = self._thread is not None and self._thread.is_alive()
         if self._error is None and writing and time.monotonic() > self._deadline:
-            return self._explain(FailureError(f"nothing was written for {LONG_TIMEOUT:g} minutes"))
+            return self._explain(
+                FailureError(f"nothing was written for {LONG_TIMEOUT:g} minutes", code="save-failed")
+            )
         return self._error
 
     def finish(self) -> None:
@@ -208,7 +210,11 @@ class Saver:
             try:
                 files = self._write_part(saved, copied)
             except Exception as failure:  # the other ranks wait for the outcome
-                error = failure if isinstance(failure, UserError) else FailureError(one_line(failure, 200))
+                error = (
+                    failure
+                    if isinstance(failure, UserError)
+                    else FailureError(one_line(failure, 200), code="save-failed")
+                )
             self._extend_deadline()
             parts = gather_objects((error, files), self.group)
             error = _first_error([error for error, _ in parts])
@@ -222,7 +228,9 @@ class Saver:
                 self._uploads.wake()
         except Exception as failure:
             lost = isinstance(failure, RuntimeError) and lost_a_peer(failure)
-            error = FailureError("another rank has not written its part" if lost else one_line(failure))
+            error = FailureError(
+                "another rank has not written its part" if lost else one_line(failure), code="save-failed"
+            )
         if error is not None:
             self._error = self._explain(error)
             if is_main:
@@ -232,7 +240,7 @@ class Saver:
     def _complete(self, saved: Saved, files: dict[str, FileFacts]) -> FailureError | None:
         """Mark and rename a checkpoint of which all parts are written, and prune. Return what failed."""
         if self.lock.problem is not None:
-            return FailureError(self.lock.problem)
+            return FailureError(self.lock.problem, code="lock-lost")
         run_dir = self.config.output_dir
         train = self.config.train
         try:
@@ -243,7 +251,7 @@ class Saver:
             spared = self._uploads.current if self._uploads is not None else None
             prune(run_dir, train.save_total_limit, train.keep_every, spared)
         except OSError as failure:
-            return FailureError(one_line(failure, 200))
+            return FailureError(one_line(failure, 200), code="save-failed")
         return None
 
     def _write_part(self, saved: Saved, copied: ModelCopy | None) -> dict[str, FileFacts]:

@@ -94,7 +94,7 @@ def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
     if requested != "auto":
         if obstacle := _attention_obstacle(requested, model, config):
             problem = f"model.attn_implementation={requested} cannot be used: {obstacle}"
-            raise UserError(f"{problem}. Set model.attn_implementation=auto")
+            raise UserError(f"{problem}. Set model.attn_implementation=auto", code="attention")
         return requested
     skipped = []
     for name in PREFERENCE:

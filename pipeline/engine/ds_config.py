@@ -232,7 +232,7 @@ def _read_file(path: Path, setting: Path) -> DsConfig:
     if not path.is_file():
         files = sorted(REPOSITORY.glob("ds_configs/*.json"))
         hint = nearest(str(setting), [file.relative_to(REPOSITORY).as_posix() for file in files])
-        raise UserError(f"deepspeed={setting} is not a file; {hint}")
+        raise UserError(f"deepspeed={setting} is not a file; {hint}", code="ds-file")
 
     def reject_repeats(pairs: list[tuple[str, Any]]) -> DsConfig:
         values = dict(pairs)  # plain JSON would keep the last of repeated keys

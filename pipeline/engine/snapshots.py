@@ -115,7 +115,7 @@ def _unsafe_state(directory: Path, message: str) -> UserError:
     """Return the error for a pickle that PyTorch rejects. Its `message` names a class or function."""
     (reason,) = re.findall(r"GLOBAL (\S+)", message)[:1] or [one_line(message, 120)]
     problem = f"{directory} is not loaded, because its state holds more than data ({reason})"
-    return UserError(f"{problem}. Delete it to use an older checkpoint")
+    return UserError(f"{problem}. Delete it to use an older checkpoint", code="checkpoint-damaged")
 
 
 def read_weights(checkpoint: Path) -> dict[str, Any]:

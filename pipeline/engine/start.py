@@ -24,7 +24,9 @@ def start_world(timeout_minutes: float = LONG_TIMEOUT) -> World:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         # The shared store would keep the addresses of dead ranks, and restarted ranks would connect to them.
-        raise UserError("torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Set it")
+        raise UserError(
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Set it", code="torchrun"
+        )
     if "RANK" not in os.environ:  # port 0: any free one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     accelerator = get_accelerator()

@@ -50,14 +50,14 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
         try:
             return AutoConfig.for_model(keys.pop("model_type"), **keys)
         except (ValueError, StrictDataclassError) as error:
-            raise UserError(f"model.architecture: {one_line(error)}") from None
+            raise UserError(f"model.architecture: {one_line(error)}", code="architecture") from None
     try:
         hf_config = load_model_config(config.path, config.revision)
     except (OSError, ValueError) as error:
-        raise UserError(_describe_load_error(config.path, error, key)) from None
+        raise UserError(_describe_load_error(config.path, error, key), code="model") from None
     for name, actual, expected in _differences(hf_config, config.architecture or {}):
         problem = f"model.path={config.path} has {name}={actual!r}, model.architecture has {expected!r}"
-        raise UserError(f"{problem}. Correct one of them.")
+        raise UserError(f"{problem}. Correct one of them.", code="architecture")
     return hf_config
 
 
@@ -98,7 +98,9 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
         return
     if tokenizer_fingerprint(tokenizer, manifest.eos_id) != manifest.tokenizer_fingerprint:
         problem = f"the data were prepared with a tokenizer that differs from that of {model.path}"
-        raise UserError(f"{problem}. Set data.tokenizer={model.path} and prepare the data again.")
+        raise UserError(
+            f"{problem}. Set data.tokenizer={model.path} and prepare the data again.", code="vocabulary"
+        )
 
 
 def write_initial_weights(config: RunConfig) -> None:
@@ -135,7 +137,7 @@ def load_pretrained(
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if broken_device(error) or broken_device(error, NETWORK) or lost_a_peer(error):
             raise  # loading also uses the GPU and, under ZeRO-3, the network
-        raise UserError(_describe_load_error(path, error, key)) from None
+        raise UserError(_describe_load_error(path, error, key), code="model") from None
     for problem, names in (
         ("lacks", loaded.missing),
         ("has another shape for", loaded.mismatched),
@@ -143,11 +145,17 @@ def load_pretrained(
     ):
         if names:
             listed = f"{', '.join(names[:3])} ({len(names)} in all)"
-            raise UserError(f"{key}={path} {problem} {listed}. It is damaged, or not a causal LM.")
+            raise UserError(
+                f"{key}={path} {problem} {listed}. It is damaged, or not a causal LM.", code="model"
+            )
     if loaded.fault is not None:
-        raise UserError(f"{key}={path} {loaded.fault}. Correct it, or set {key} to another model.")
+        raise UserError(
+            f"{key}={path} {loaded.fault}. Correct it, or set {key} to another model.", code="model"
+        )
     if broken := _find_nonfinite_parameter(loaded.model):
-        raise UserError(f"{key}={path} is damaged: {broken} has values that are not finite")
+        raise UserError(
+            f"{key}={path} is damaged: {broken} has values that are not finite", code="not-finite"
+        )
     return loaded.model
 
 
@@ -208,7 +216,7 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
             # would cast them. DeepSpeed keeps a float32 copy of all trainable weights.
             adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except (ValueError, re.error) as error:
-        raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
+        raise UserError(f"model.lora.targets={targets}: {one_line(error)}", code="lora-targets") from None
     require_plain_head(model)
     return adapted
 
@@ -219,7 +227,10 @@ def _check_lora_target(model: PreTrainedModel, target: str) -> None:
     if not any(f".{name}".endswith(f".{target}") for name in names):
         suffixes = {name.rpartition(".")[2] for name in names if not name.endswith(".lm_head")}
         hint = nearest(target, sorted(name for name in suffixes if not name.isdigit()))
-        raise UserError(f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}")
+        raise UserError(
+            f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}",
+            code="lora-targets",
+        )
 
 
 def packed(manifests: Sequence[Manifest]) -> bool:
@@ -247,5 +258,5 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
         verdict = probe_model(base, engine.ds, **settings)
     if verdict == "refused":
         if packed(manifests):
-            raise UserError(packing_problem(base))
+            raise UserError(packing_problem(base), code="packing")
         base.packing = "alone"  # rows hold one document each, followed by padding without labels

@@ -146,7 +146,9 @@ def complete_export(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
-        raise FailureError(f"cannot write {partial} ({one_line(error, 200)}). Free disk space.") from None
+        raise FailureError(
+            f"cannot write {partial} ({one_line(error, 200)}). Free disk space.", code="export"
+        ) from None
     except (RuntimeError, ValueError) as error:
         raise UserError(one_line(error, 400), code="export") from None
 
@@ -379,7 +381,7 @@ def check_export_in_subprocess(directory: Path, probe: Tensor, expected: Tensor,
     if done.returncode == ExitCode.MISTAKE:
         raise UserError(line, code="export")
     if done.returncode:
-        raise FailureError(f"cannot read {directory} back ({one_line(line, 200)})")
+        raise FailureError(f"cannot read {directory} back ({one_line(line, 200)})", code="export")
 
 
 def main() -> int:

@@ -73,9 +73,14 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
         raise UserError(f"objective {objective.name} {problem}. Set teacher.model.", code="needs-teacher")
     if "stored" in objective.needs and chosen.scores is None:
         cure = "Run `emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME."
-        raise UserError(f"objective {objective.name} needs the log-probabilities of another model. {cure}")
+        raise UserError(
+            f"objective {objective.name} needs the log-probabilities of another model. {cure}",
+            code="needs-stored",
+        )
     if chosen.scores is not None and "stored" not in objective.needs:
-        raise UserError(f"objective {objective.name} reads no scores. Remove objective.scores.")
+        raise UserError(
+            f"objective {objective.name} reads no scores. Remove objective.scores.", code="needs-stored"
+        )
     return objective
 
 

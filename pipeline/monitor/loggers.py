@@ -67,7 +67,7 @@ class WeightsAndBiases(Logger):
             )
         except wandb.errors.Error as error:
             problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
-            raise UserError(f"{problem}. Set WANDB_API_KEY, or WANDB_MODE=offline") from None
+            raise UserError(f"{problem}. Set WANDB_API_KEY, or WANDB_MODE=offline", code="tracking") from None
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._run.log(values, step=step)

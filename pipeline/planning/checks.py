@@ -221,10 +221,15 @@ def _check_profile(train: TrainConfig, steps: int | None, ranks: int) -> None:
     if train.profile is None:
         return
     if steps is not None and train.profile.steps[1] > steps:
-        raise UserError(f"train.profile.steps={list(train.profile.steps)} ends after the run's {steps} steps")
+        raise UserError(
+            f"train.profile.steps={list(train.profile.steps)} ends after the run's {steps} steps",
+            code="profile",
+        )
     if max(train.profile.ranks) >= ranks:
         chosen = f"train.profile.ranks={train.profile.ranks}"
-        raise UserError(f"{chosen} names more than the run's {counted(ranks, 'rank')}, which count from 0")
+        raise UserError(
+            f"{chosen} names more than the run's {counted(ranks, 'rank')}, which count from 0", code="profile"
+        )
 
 
 def count_steps(train: TrainConfig, rows: int) -> int:
@@ -235,7 +240,9 @@ def count_steps(train: TrainConfig, rows: int) -> int:
     batches = epochs * rows / train.global_batch_size
     if batches < 1:
         amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
-        raise UserError(f"{amount} are less than a batch. Set a smaller train.global_batch_size")
+        raise UserError(
+            f"{amount} are less than a batch. Set a smaller train.global_batch_size", code="batch-size"
+        )
     # Without a mixture, the last step has rows of the next epoch if needed, so that every row is seen.
     return math.ceil(batches - 1e-9) if train.mixture is None else int(batches)
 
@@ -261,7 +268,7 @@ def _open_data(config: RunConfig) -> tuple[TokenDataset, dict[str, TokenDataset]
             problem = f"{directory} is not the tokenizer that the rows next to it were prepared with"
             raise UserError(f"{problem}; {AGAIN} --force", code="changed-tokenizer")
     if not data.valid.sum():
-        raise UserError(f"{data.directory} has no supervised tokens. Check data.sources")
+        raise UserError(f"{data.directory} has no supervised tokens. Check data.sources", code="no-labels")
     return data, validation
 
 
@@ -310,7 +317,9 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
     except Exception as error:  # transformers raises anything for an impossible configuration
         where = "model.path" if config.model.path else "model.architecture"
         where += "" if config.model.lora is None else " or model.lora"
-        raise UserError(f"{where} describes no model that can be built ({one_line(error, 250)})") from None
+        raise UserError(
+            f"{where} describes no model that can be built ({one_line(error, 250)})", code="architecture"
+        ) from None
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
     for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
@@ -338,7 +347,8 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     if not Path(source).exists() and (is_file or (local and (source[0] in "/.~" or source.count("/") > 1))):
         raise UserError(
             f"objective.cost={source} does not exist. Set one of {', '.join(COSTS)}, a directory or "
-            f"Hub id of a model, or a file with one matrix ({', '.join(FILES)})"
+            f"Hub id of a model, or a file with one matrix ({', '.join(FILES)})",
+            code="cost-missing",
         )
     if not (local or is_file or Path(source).exists()):
         return
@@ -372,7 +382,9 @@ def rehearse_export(model: nn.Module, config: RunConfig) -> None:
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             shapes = f"{actual.get(name, 'nothing')}, not {expected.get(name, 'nothing')}"
-            raise UserError(f"the trained model could not be exported: {name} would be {shapes}")
+            raise UserError(
+                f"the trained model could not be exported: {name} would be {shapes}", code="export"
+            )
 
 
 def _export_and_reload(base: PreTrainedModel, config: RunConfig) -> dict[str, list[int]]:
@@ -387,7 +399,7 @@ def _export_and_reload(base: PreTrainedModel, config: RunConfig) -> dict[str, li
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         except (OSError, ValueError, KeyError) as error:
             problem = f"its configuration cannot be written and read back ({one_line(error, 200)})"
-            raise UserError(f"the trained model could not be exported: {problem}") from None
+            raise UserError(f"the trained model could not be exported: {problem}", code="export") from None
     return {name: list(p.shape) for name, p in model.named_parameters()}
 
 
@@ -401,7 +413,7 @@ def _exported_shapes(model: nn.Module) -> dict[str, list[int]]:
         sharing = names[id(tensor.parts[0])]
         if len(tensor.parts) > 1 and len(sharing) > 1:  # adapters of one name would change the other
             problem = f"{' and '.join(sharing)} are one tensor, and adapters on one cannot be exported"
-            raise UserError(f"model.lora.targets: {problem}. Remove it from the targets")
+            raise UserError(f"model.lora.targets: {problem}. Remove it from the targets", code="lora-targets")
         parts = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
         shapes[tensor.name] = list(tensor.merged(*parts).shape)
     return shapes

@@ -120,7 +120,10 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: 
             else:
                 result = _most_likely(hidden, head, labels != IGNORE, top_k, vocab_size)
             if not np.isfinite(result if top_k is None else result["log_p"]).all():
-                raise UserError(f"the model produced NaN or infinite log-probabilities in {data.directory}")
+                raise UserError(
+                    f"the model produced NaN or infinite log-probabilities in {data.directory}",
+                    code="not-finite",
+                )
             for i, row in enumerate(result):
                 first = offsets[start + i]
                 last = offsets[start + i + 1]

@@ -45,7 +45,7 @@ class RecordedRun:
         self.name = self.path.name
         if not any((path / name).is_file() for name in (CONFIG, METRICS, LAUNCHES)):
             problem = f"{path} is not a run directory: it has neither {CONFIG} nor {METRICS}"
-            raise UserError(f"{problem}. Give the output_dir of a run.")
+            raise UserError(f"{problem}. Give the output_dir of a run.", code="no-run")
         self.remarks: list[str] = []  # about files that cannot be read
         self.config: Record = {}
         try:
@@ -146,7 +146,8 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     if not any(run.records for run in runs):
         files = ", ".join(str(run.path / METRICS) for run in runs)
         raise UserError(
-            f"{files}: no step is recorded yet. The first is recorded after train.logging_steps steps."
+            f"{files}: no step is recorded yet. The first is recorded after train.logging_steps steps.",
+            code="no-steps",
         )
     return runs
 
@@ -197,7 +198,10 @@ def regressions(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[tuple
     for run in runs:
         for name in names:
             if name not in run.held_out:
-                raise UserError(f"{run.path} has no validation set {name}; {nearest(name, run.held_out)}")
+                raise UserError(
+                    f"{run.path} has no validation set {name}; {nearest(name, run.held_out)}",
+                    code="unknown-name",
+                )
             gain = measured.get((run.path, name))
             if gain is None or gain.change is None or not gain.change.interval:
                 problem = f"has not measured at least {FEWEST} documents both at step 0 and after it"
