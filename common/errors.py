@@ -51,19 +51,25 @@ class UserError(Exception):
     """Invalid input from the user. The message is one line: what is wrong, where, and what to set.
 
     Secrets and terminal control characters are removed from the message, and very long messages are
-    shortened. `code` identifies the kind of error for programs and tests. `more` holds further errors in the
-    same file, which are printed on their own lines.
+    shortened. `code` names the kind of error and is explained in `errors.yaml`. `more` holds further errors
+    of the same input, or further lines of this one.
     """
 
-    def __init__(self, message: str = "", *, code: str = "", more: Iterable[str] = ()) -> None:
+    def __init__(self, message: str, *, code: str, more: Iterable[UserError | str] = ()) -> None:
         super().__init__(message)
         self.code = code
         self.more = tuple(more)
 
     @property
     def lines(self) -> list[str]:
-        """Return each error as a line."""
-        return [one_line(message, LONGEST) for message in (super().__str__(), *self.more)]
+        """Return each error as a line, without its code."""
+        return [one_line(str(message), LONGEST) for message in (super().__str__(), *self.more)]
+
+    @property
+    def report(self) -> str:
+        """Return the lines to print. Each ends in its code."""
+        first = f"error: {self.lines[0]} [{self.code}]"
+        return "\n".join([first, *(e.report if isinstance(e, UserError) else f"error: {e}" for e in self.more)])
 
     def __str__(self) -> str:
         return one_line("; also ".join(self.lines), LONGEST)
@@ -72,7 +78,7 @@ class UserError(Exception):
     def of(cls, errors: Sequence[UserError]) -> Self:
         """Combine several errors into one, with the code of the first."""
         first, *others = errors
-        return cls(str(first), code=first.code, more=map(str, others))
+        return cls(str(first), code=first.code, more=others)
 
 
 class FailureError(UserError):
@@ -115,13 +121,13 @@ def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = Tru
         return code
     except UserError as error:
         if alone() if callable(alone) else alone:
-            print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr, flush=True)
+            print(error.report, file=sys.stderr, flush=True)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             return ExitCode.UNREAD
         transient = may_pass(error) is not False
-        print(f"error: {one_line(error)}" + f"; {AGAIN}" * transient, file=sys.stderr)
+        print(f"error: {one_line(error)}" + f"; {AGAIN}" * transient + " [system]", file=sys.stderr)
         return ExitCode.FAILURE if transient else ExitCode.MISTAKE
     except KeyboardInterrupt:
         if alone:

@@ -7,7 +7,7 @@ MISSING = [name for name in ("tokenizers", "psutil", "pydantic") if importlib.ut
 if MISSING:
     print(
         f"error: the required packages are not installed ({MISSING[0]} is missing). Run "
-        "`source .venv/bin/activate` (created by `make setup`) or `pip install .`",
+        "`source .venv/bin/activate` (created by `make setup`) or `pip install .` [missing-extra]",
         file=sys.stderr,
     )
     raise SystemExit(2)  # ExitCode.MISTAKE

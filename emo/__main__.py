@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         match = next((name for name, others in OTHER_COMMANDS.items() if words[0] in others.split()), None)
         match = match or similar(words[0], [*COMMANDS, *OWN])
         hint = f"did you mean `emo {match}`?" if match else "`emo help` lists the commands"
-        parser.exit(ExitCode.MISTAKE, f"error: unknown command {words[0]!r}; {hint}\n")
+        parser.exit(ExitCode.MISTAKE, f"error: unknown command {words[0]!r}; {hint} [usage]\n")
     parse_arguments(parser, words[:1])
     return ExitCode.DONE
 
@@ -178,12 +178,12 @@ def run(words: list[str]) -> int:
     from emo.common.text import printable
 
     if words[0] == "report" and (path := _first_path(words[1:])) is not None and not path.exists():
-        line = f"error: {printable(str(path))} does not exist; set a run directory or a results directory"
+        line = f"error: {printable(str(path))} does not exist; set a run directory or a results directory [no-run]"
         print(line, file=sys.stderr)
         return ExitCode.MISTAKE
     if words[0] in NEED_CHECKOUT and not has_experiments():
         print(
-            f"error: emo {words[0]} needs a checkout of the repository, not an installed wheel",
+            f"error: emo {words[0]} needs a checkout of the repository, not an installed wheel [needs-checkout]",
             file=sys.stderr,
         )
         return ExitCode.MISTAKE

@@ -191,6 +191,7 @@ def _report_errors(run: Callable[[], int], watch: Watch) -> int:
                 line = f"{type(error).__name__}: {one_line(error)}"
                 if code == ExitCode.MISTAKE:
                     line += " (before the first step: another try would fail the same way)"
+                line += " [crash]"
             print(f"error: {line}\nexit code {code}", file=sys.stderr, flush=True)
             watch.report_exit(code)
             leave(code)  # the other ranks may be waiting for this one in a collective

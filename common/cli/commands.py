@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
             message += suggest_option(word, next(actions).choices or ())
         if "; " not in message:
             message += f"; see {self.prog} --help"
-        self.exit(ExitCode.MISTAKE, f"error: {printable(message)}\n")
+        self.exit(ExitCode.MISTAKE, f"error: {printable(message)} [usage]\n")
 
 
 def add_recipe(

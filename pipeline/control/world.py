@@ -35,7 +35,7 @@ from emo.common.errors import PERMANENT, ExitCode, UserError, may_pass, one_line
 
 from .heartbeat import find_late_rank, is_accounted_for
 from .run_dir import RANKS, TRACE
-from .stop import RESUME, node_name
+from .stop import HARDWARE, RESUME, node_name
 
 T = TypeVar("T")
 
@@ -187,24 +187,25 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
     """
     line = one_line(error)
     if broken_device(error):
-        return ExitCode.FAILURE, f"a GPU or driver of {node_name()} failed ({line}); {RESUME} on other hosts"
+        problem = f"a GPU or driver of {node_name()} failed ({line}); {RESUME} on other hosts"
+        return ExitCode.FAILURE, f"{problem} [{HARDWARE}]"
     # "os error" is what safetensors calls a failed write
     if isinstance(error, PERMANENT) or (isinstance(error, SafetensorError) and "os error" not in line):
-        return ExitCode.MISTAKE, line
+        return ExitCode.MISTAKE, f"{line} [system]"
     if lost_a_peer(error):
         lost = "lost" if dist.is_initialized() else "did not reach"
         known = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # of `diagnose_hang`
         why = f"which may have said why ({one_line(error, 150)}){known}; {RESUME} from the last checkpoint"
-        return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {lost} another rank, {why}"
+        return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {lost} another rank, {why} [lost-rank]"
     if broken_device(error, NETWORK):
-        return ExitCode.FAILURE, f"NCCL failed on {node_name()} ({line}); {RESUME}"
+        return ExitCode.FAILURE, f"NCCL failed on {node_name()} ({line}); {RESUME} [nccl]"
     may_recover = "os error" in line or (isinstance(error, OSError) and may_pass(error))
     if isinstance(error, OSError | SafetensorError) and (advanced or may_recover):
-        return ExitCode.FAILURE, f"{line}; when that is fixed, {RESUME} from the last checkpoint"
+        return ExitCode.FAILURE, f"{line}; when that is fixed, {RESUME} from the last checkpoint [system]"
     if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
         problem = f"out of memory before the first step ({one_line(error, 200)})"
         cure = (
             "set a smaller train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file"
         )
-        return ExitCode.MISTAKE, f"{problem}; {cure} with a higher ZeRO stage; `emo plan` says what fits"
+        return ExitCode.MISTAKE, f"{problem}; {cure} with a higher ZeRO stage; `emo plan` says what fits [out-of-memory]"
     return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None
