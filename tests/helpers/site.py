@@ -30,17 +30,7 @@ _LINK = re.compile(r"(\]\()([^)\s#]+)")
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command of `emo`."""
-    if hasattr(program, "all_parsers"):
-        return program.all_parsers()
-    from emo.data_prep import cli as data
-    from emo.eval import cli as evaluation
-    from emo.pipeline import cli as training
-
-    found = {}
-    for parser in (data._parser(), training._parser(), evaluation.parser()):
-        for action in parser._subparsers._actions if parser._subparsers else ():
-            found |= action.choices if isinstance(action.choices, dict) else {}
-    return found
+    return program.all_parsers()
 
 
 def cli_page() -> str:
