@@ -159,6 +159,9 @@ class Scratch:
         if script is not None:
             recipe = words[words.index("--" if "--" in words else script) + 1 :]
             return self.run(shlex.join(["python", script, *recipe, "--dry_run", "--ranks", "8"]), "dry run")
+        if words[:2] == ["emo", "train"]:
+            recipe = words[words.index("--" if "--" in words else "train") + 1 :]
+            return self.run(shlex.join(["emo", "train", *recipe, "--dry_run", "--ranks", "8"]), "dry run")
         if words[:2] == ["python", "-m"]:
             return self.run(f"{command} --help", "--help")
         if words[0] != "emo":
