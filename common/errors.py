@@ -69,7 +69,9 @@ class UserError(Exception):
     def report(self) -> str:
         """Return the lines to print. Each ends in its code."""
         first = f"error: {self.lines[0]} [{self.code}]"
-        return "\n".join([first, *(e.report if isinstance(e, UserError) else f"error: {e}" for e in self.more)])
+        return "\n".join(
+            [first, *(e.report if isinstance(e, UserError) else f"error: {e}" for e in self.more)]
+        )
 
     def __str__(self) -> str:
         return one_line("; also ".join(self.lines), LONGEST)

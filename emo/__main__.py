@@ -62,7 +62,10 @@ GROUPS = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
-OWN = {"help": "show this help, or that of a command", "version": "print the version"}
+OWN = {
+    "help": "show this help, that of a command, or what an error code means",
+    "version": "print the version",
+}
 # Commands of other programs and what to type instead.
 OTHER_COMMANDS = {
     "train": "sft finetune fine-tune fine_tune pretrain cpt tune run resume launch",
@@ -97,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     if words and words[0] in COMMANDS and not line:
         return run(words)
     if words[:1] == ["help"] and words[1:]:
-        return main([words[1], "--help"])
+        return _help(words[1])
     from emo import __version__
     from emo.common.cli.commands import parse_arguments
     from emo.common.errors import ExitCode, similar
@@ -121,6 +124,22 @@ def main(argv: list[str] | None = None) -> int:
     return ExitCode.DONE
 
 
+def _help(topic: str) -> int:
+    """Print the help of a command, or explain an error code."""
+    from emo.common.errors import ExitCode, similar
+    from emo.common.explain import error_index, explain
+
+    if topic in COMMANDS or topic.startswith("-"):
+        return main([topic, "--help"])
+    if text := explain(topic):
+        print(text)
+        return ExitCode.DONE
+    match = similar(topic, [*COMMANDS, *error_index()])
+    hint = f"did you mean {match}?" if match else "`emo help` lists the commands"
+    print(f"error: {topic!r} is neither a command nor an error code; {hint} [usage]", file=sys.stderr)
+    return ExitCode.MISTAKE
+
+
 def _top_parser() -> argparse.ArgumentParser:
     """Return the parser of `emo` without a subcommand, whose help lists the subcommands in groups."""
     from emo import __version__
@@ -135,7 +154,7 @@ def _top_parser() -> argparse.ArgumentParser:
         prog="emo",
         usage="emo COMMAND [options]",
         description="\n".join(lines),
-        epilog="`emo help COMMAND` shows the options, examples and exit codes of a command.",
+        epilog="`emo help COMMAND` shows the options, examples and exit codes of a command. `emo help CODE` explains an error.",
     )
     parser.add_argument("--version", action="version", version=f"emo {__version__}", help="print the version")
     # The description lists the commands. This action completes them in the shell.

@@ -244,7 +244,9 @@ class RunCopy:
                 error, PERMANENT | ImportError | ValueError
             )  # rights, a package, the address
             kind = UserError if lasting else FailureError
-            raise kind(f"{problem}; correct it, or remove it to start without its checkpoints", code="copies") from None
+            raise kind(
+                f"{problem}; correct it, or remove it to start without its checkpoints", code="copies"
+            ) from None
 
     def checkpoints(self) -> list[str]:
         """Return the names of the complete checkpoints, the newest first."""

@@ -207,5 +207,8 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
         cure = (
             "set a smaller train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file"
         )
-        return ExitCode.MISTAKE, f"{problem}; {cure} with a higher ZeRO stage; `emo plan` says what fits [out-of-memory]"
+        return (
+            ExitCode.MISTAKE,
+            f"{problem}; {cure} with a higher ZeRO stage; `emo plan` says what fits [out-of-memory]",
+        )
     return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None

@@ -167,4 +167,6 @@ def to_universal(state: Path, target: Path) -> None:
     if done.returncode:  # killed, a full disk or a damaged state
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         kind = FailureError if done.returncode < 0 or "No space left" in last else UserError
-        raise kind(f"{state} cannot be converted for another number of ranks: {last}", code="checkpoint-state")
+        raise kind(
+            f"{state} cannot be converted for another number of ranks: {last}", code="checkpoint-state"
+        )
