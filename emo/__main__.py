@@ -154,7 +154,8 @@ def _top_parser() -> argparse.ArgumentParser:
         prog="emo",
         usage="emo COMMAND [options]",
         description="\n".join(lines),
-        epilog="`emo help COMMAND` shows the options, examples and exit codes of a command. `emo help CODE` explains an error.",
+        epilog="`emo help COMMAND` shows the options, examples and exit codes of a command. "
+        "`emo help CODE` explains an error.",
     )
     parser.add_argument("--version", action="version", version=f"emo {__version__}", help="print the version")
     # The description lists the commands. This action completes them in the shell.
@@ -197,14 +198,12 @@ def run(words: list[str]) -> int:
     from emo.common.text import printable
 
     if words[0] == "report" and (path := _first_path(words[1:])) is not None and not path.exists():
-        line = f"error: {printable(str(path))} does not exist; set a run directory or a results directory [no-run]"
-        print(line, file=sys.stderr)
+        hint = "set a run directory or a results directory"
+        print(f"error: {printable(str(path))} does not exist; {hint} [no-run]", file=sys.stderr)
         return ExitCode.MISTAKE
     if words[0] in NEED_CHECKOUT and not has_experiments():
-        print(
-            f"error: emo {words[0]} needs a checkout of the repository, not an installed wheel [needs-checkout]",
-            file=sys.stderr,
-        )
+        problem = "needs a checkout of the repository, not an installed wheel"
+        print(f"error: emo {words[0]} {problem} [needs-checkout]", file=sys.stderr)
         return ExitCode.MISTAKE
     functions = _reports(words[1:]) if words[0] == "report" else [COMMANDS[words[0]].function]
     code = 0
