@@ -118,7 +118,11 @@ def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = Tru
     """
     try:
         _open_streams()
-        code = work()
+        try:
+            code = work()
+        except SystemExit:  # after --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
         return code
     except UserError as error:

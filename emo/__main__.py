@@ -83,7 +83,14 @@ NEED_CHECKOUT = ("sweep", "table", "advise")  # their package is not in the whee
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code, see `ExitCode`.
+    """Run a command and return its exit code, see `ExitCode`."""
+    from emo.common.errors import exit_code_of
+
+    return exit_code_of(lambda: _dispatch(argv))
+
+
+def _dispatch(argv: list[str] | None) -> int:
+    """Find the command and run it.
 
     Without arguments the help goes to stderr and the code is 2, as in uv.
     """

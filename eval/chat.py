@@ -28,10 +28,10 @@ def add_arguments(subparsers: Any) -> None:
         "chat",
         description="Talk to a chat model in the terminal. The conversation uses the chat template that the "
         "model was trained with. Ctrl-D ends it.",
-        examples=["emo chat runs/mine/export --temperature 0.7"],
+        examples=["emo chat --model runs/mine/export --temperature 0.7"],
     )
     add = command.add_argument
-    add("model", metavar="MODEL", help="model directory (an export) or hub id")
+    add("--model", required=True, help="model directory (an export) or hub id")
     add("--system", default="", metavar="TEXT", help="system message before the conversation")
     answers.add_template(add)
     add("--max_new_tokens", type=int, default=TOKENS, metavar="N", help=f"longest reply in tokens ({TOKENS})")

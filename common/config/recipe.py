@@ -170,7 +170,7 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
         circle = " -> ".join(p.name for p in (*before[before.index(path.resolve()) :], path))
         raise UserError(f"recipes extend each other in a circle: {circle}", code="recipe-circle")
     if path.suffix.lower() in DATA_FILES:
-        hint = f"Run `emo sniff {path}`, which prints a recipe for it"
+        hint = f"Run `emo sniff {path}`, which prints the data section of a recipe for it"
         raise UserError(f"{path} is a data file, not a recipe. {hint}", code="data-not-recipe")
     try:
         tree = _load_yaml(read_bytes(path, FILE_BYTES))

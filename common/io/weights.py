@@ -23,6 +23,7 @@ GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"  # the adapter file that transformers reads next to a model
 # Names of the longest sequence in most configurations, those of GPT-2, of MPT and DBRX, and others.
+OFFLINE = ("ConnectError", "ConnectionError", "ConnectTimeout", "OfflineModeIsEnabled")  # types of errors
 CONTEXT_KEYS = ["max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"]
 CONTEXT_KEYS += ["model_max_length"]
 # Attention masks in old checkpoints, which models now compute.
@@ -75,9 +76,15 @@ def load_model_config(source: str | Path, revision: str | None = None) -> Any:
 def explain_hub_error(name: str, error: BaseException) -> str:
     """Return why a model or tokenizer of the Hub cannot be read, and what to do about it."""
     access = f"accept its licence at https://huggingface.co/{name} and set HF_TOKEN to your token"
-    causes = [str(error), type(error).__name__, type(error.__cause__).__name__]
+    causes = [str(error)]
+    link: BaseException | None = error
+    while link is not None and len(causes) < 8:
+        causes.append(type(link).__name__)
+        link = link.__cause__ or link.__context__
     if any("gated" in cause.lower() for cause in causes):
         return f"{name} is gated: {access}"
+    if any(cause in OFFLINE for cause in causes):
+        return f"{name} is not a directory, and the Hub cannot be reached. Name a directory, or connect once"
     problem = f"{name} is neither a directory nor an accessible model of the Hub ({type(error).__name__})"
     return f"{problem}. If it is gated, {access}"
 

@@ -433,7 +433,8 @@ def describe_fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
     changes += ["set deepspeed=ds_configs/zero3.json"] if fits(stage=3) else []
     for offload, file in ((False, "zero3.json"), (True, "zero3_offload.json")):
         if not changes and fits(micro=1, checkpointing=True, stage=3, offload_optimizer=offload):
-            changes = [f"set train.micro_batch_size=1 deepspeed=ds_configs/{file}, and checkpointing"]
+            keys = f"train.micro_batch_size=1 deepspeed=ds_configs/{file} model.activation_checkpointing=true"
+            changes = [f"set {keys}"]
     enough = next((n for i in range(1, 8) if fits(ranks=(n := cluster.gpus * 2**i))), None)
     changes += [f"take {enough} GPUs"] if enough else []
     remedies = "; or ".join(changes or ["no single change helps: take GPUs with more memory, or model.lora"])

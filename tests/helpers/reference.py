@@ -68,7 +68,8 @@ def schema() -> dict[str, Any]:
             properties[key]["description"] = meaning
     tree["properties"]["extends"] = {
         "type": "string",
-        "description": "Another recipe, in the same directory, whose keys this one completes or replaces.",
+        "description": "Another recipe, whose keys this one completes or replaces. It is a file in the same "
+        "directory or a shipped one, launch/recipes/NAME.yaml.",
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "EMO recipe"}
 

@@ -49,7 +49,7 @@ def talk(
 ) -> tuple[str, list[str]]:
     """Return what `chat --greedy` writes after these messages, and its notes but the first, how to leave."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{message}\n" for message in messages)))
-    code, out, err = command("chat", model, "--greedy", "--max_new_tokens", 6, *options)
+    code, out, err = command("chat", "--model", model, "--greedy", "--max_new_tokens", 6, *options)
     assert code == 0, err
     return out, lines(err)[1:]
 
@@ -173,7 +173,7 @@ def test_earlier_reasoning_is_a_separate_field() -> None:
 
 def test_chat_rejects_a_model_without_a_template(tuned: Path, tmp_path: Path) -> None:
     base = tiny_model(tmp_path / "base", tokenizer=EvaluatedModel(str(tuned)).tokenizer)
-    code, out, err = command("chat", base)
+    code, out, err = command("chat", "--model", base)
     assert (code, out) == (ExitCode.MISTAKE, "") and len(lines(err)) == 1 and "emo generate" in err
 
 
