@@ -21,7 +21,6 @@ sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / 
 from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import ExitCode
 from emo.common.provenance import REPOSITORY as SHIPPED
-from emo.common.provenance import shipped
 
 REPOSITORY = SHIPPED if (SHIPPED / "Makefile").exists() else Path.cwd()  # a wheel's directory is not for runs
 RUN = Path("runs/quickstart")
@@ -44,7 +43,7 @@ OWN = RECIPES / "quickstart-own.yaml"
 def steps() -> list[tuple[str, list[list[str]]]]:
     """Return the title and commands of each step. The commands of a step run in parallel."""
     emo = [str(BIN / "python"), "-m", "emo"]
-    train = [str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--"]
+    train = [*emo, "train", "--num_gpus", str(RANKS), "--"]
     pretrain = str(RECIPES / "quickstart-pretrain.yaml")
     adapt = str(RECIPES / "quickstart-continue.yaml")
     tasks = str(RUN / "tasks")
@@ -84,7 +83,7 @@ def next_commands(file: str) -> list[list[list[str]]]:
     report = ["--run", "own=runs/own", "--output_path", "runs/own/"]
     return [
         [[*emo, "prepare", *recipe]],
-        [[str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--", *recipe]],
+        [[*emo, "train", "--num_gpus", str(RANKS), "--", *recipe]],
         [[*emo, "eval", *evaluate, "--output_path", results], [*emo, "report", results, *report]],
     ]
 

@@ -294,14 +294,14 @@ def test_health_is_how_long_a_run_has_been_at_what_it_does(tmp_path: Path) -> No
         assert health() == code
 
 
-TRAIN = ["launch/continual.sh", "--num_gpus", "2", "--"]
+TRAIN = ["train", "--num_gpus", "2", "--"]
 
 
 def test_the_quickstart_continues_what_it_trained_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice from one model, with its tokenizer and the same data: the comparison is fair."""
     monkeypatch.chdir(REPO)
     commands = (command for _, side_by_side in quickstart.steps() for command in side_by_side)
-    settings = [command[4:] for command in commands if command[:4] == TRAIN]
+    settings = [command[7:] for command in commands if command[3:7] == TRAIN]
     base, *others = (load_config(Path(recipe), overrides) for recipe, *overrides in settings)
     for config in others:
         assert config.model.path == str(base.output_dir / "export")
