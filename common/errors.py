@@ -11,7 +11,7 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Self
+from typing import Any, Self
 
 from .text import printable, without_secrets
 
@@ -60,6 +60,10 @@ class UserError(Exception):
         self.code = code
         self.more = tuple(more)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let processes and ranks exchange errors."""
+        return _restore_error, (type(self), super().__str__(), self.code, self.more)
+
     @property
     def lines(self) -> list[str]:
         """Return each error as a line, without its code."""
@@ -81,6 +85,10 @@ class UserError(Exception):
         """Combine several errors into one, with the code of the first."""
         first, *others = errors
         return cls(str(first), code=first.code, more=others)
+
+
+def _restore_error(kind: type[UserError], message: str, code: str, more: tuple[Any, ...]) -> UserError:
+    return kind(message, code=code, more=more)
 
 
 class FailureError(UserError):

@@ -94,7 +94,7 @@ def slow() -> None:
 FAULTS = {
     "device": AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
     "nccl": DistBackendError("NCCL error: ncclSystemError: unhandled system error"),
-    "mistake": UserError("a mistake"),
+    "mistake": UserError("a mistake", code="test"),
 }
 
 

@@ -65,8 +65,8 @@ def test_missing_packages_are_reported_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (UserError("no such key"), 2),
-        (FailureError("a worker was killed"), 1),
+        (UserError("no such key", code="test"), 2),
+        (FailureError("a worker was killed", code="test"), 1),
         (DiskFullError("no space left"), 1),
         (OSError(errno.ESTALE, "Stale file handle"), 1),
         (OSError("nobody knows"), 1),

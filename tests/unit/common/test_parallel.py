@@ -23,7 +23,7 @@ def adding(amount: int) -> Callable[[int], tuple[int, int]]:
 
     def add(item: int) -> tuple[int, int]:
         if item < 0:
-            raise UserError(f"{item} is below zero")
+            raise UserError(f"{item} is below zero", code="test")
         return item + amount, os.getpid()
 
     return add

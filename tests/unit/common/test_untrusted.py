@@ -93,7 +93,7 @@ def test_control_characters_are_escaped() -> None:
         printable(text),
         on_one_line(text),
         markdown(text),
-        str(UserError(text)),
+        str(UserError(text, code="test")),
         one_line(text),
     ):
         rendering.encode()
@@ -119,7 +119,7 @@ LONG = ["a-" * 100_000, "://" + ":" * 100_000, "?" + "a" * 100_000, "://a" * 50_
 def test_secrets_are_removed_and_long_texts_are_fast() -> None:
     for text, expected in SECRETS.items():
         assert without_secrets(text) == expected
-        assert expected in str(UserError(f"cannot read {text}"))
+        assert expected in str(UserError(f"cannot read {text}", code="test"))
         assert expected in one_line(ValueError(text))
     for text in (*INNOCENT, *LONG):
         assert without_secrets(text) == text

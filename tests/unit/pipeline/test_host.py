@@ -257,7 +257,7 @@ def test_exit_codes_before_and_after_a_step(error: Exception, before: ExitCode, 
     [
         (DEVICE[0], True, "1 node-7"),
         (FailureError("7 of 8 GPUs", code=HARDWARE), False, "1 node-7"),
-        (UserError("a mistake"), True, "2"),
+        (UserError("a mistake", code="test"), True, "2"),
     ],
 )
 def test_a_rank_reports_its_code_and_the_node_to_avoid(
