@@ -14,7 +14,7 @@ def error_index() -> dict[str, dict[str, str]]:
     return yaml.safe_load(Path(__file__).with_name("errors.yaml").read_text(encoding="utf-8"))
 
 
-def explain(code: str) -> str | None:
+def explain_code(code: str) -> str | None:
     """Return the explanation of an error code, or None if there is no such code."""
     entry = error_index().get(code.strip("[]"))
     return None if entry is None else f"{entry['cause']}\n\n{entry['fix']}"

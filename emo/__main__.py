@@ -134,11 +134,11 @@ def _dispatch(argv: list[str] | None) -> int:
 def _help(topic: str) -> int:
     """Print the help of a command, or explain an error code."""
     from emo.common.errors import ExitCode, similar
-    from emo.common.explain import error_index, explain
+    from emo.common.explain import error_index, explain_code
 
     if topic in COMMANDS or topic.startswith("-"):
         return main([topic, "--help"])
-    if text := explain(topic):
+    if text := explain_code(topic):
         print(text)
         return ExitCode.DONE
     match = similar(topic, [*COMMANDS, *error_index()])
