@@ -59,7 +59,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
 def count_joins(agents: list[Agent], expected: int) -> int:
     """Return how often agents joined, after `expected` joins and the time of another round."""
     wait_for(lambda: sum(agent.rounds for agent in agents) >= expected, f"{expected} joins", 60)
-    time.sleep(3)
+    time.sleep(2)
     return sum(agent.rounds for agent in agents)
 
 
