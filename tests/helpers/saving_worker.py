@@ -120,7 +120,7 @@ DISTURBANCES: dict[str, Callable[[Path], object]] = {
     "damaged": lambda _: after_step("0", 2, damage),
     "full": lambda _: fill(),
     "slow": lambda _: slow(),
-    "hanging": lambda _: after_step("1", 2, lambda _: time.sleep(8)),
+    "hanging": lambda _: after_step("1", 2, lambda _: time.sleep(12)),
 }
 
 if __name__ == "__main__":
