@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 from pathlib import Path
 
@@ -69,19 +70,25 @@ def _check_names(sweep: Sweep, run: RunSpec, config: RunConfig) -> None:
 
 def _check_command(words: list[str], measure: str) -> None:
     """Reject a measure with invalid arguments of an evaluation command."""
-    from emo.eval.cli import parser
-
     words = words[words.index("emo") + 1 :] if "emo" in words[:3] else []
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
-            top = parser()
+            top = _evaluation_parser()
             known = next(a.choices for a in top._actions if isinstance(a, argparse._SubParsersAction))
             if words and words[0] in known:
                 parse_arguments(top, words)
     except SystemExit:
         reason = message.getvalue().strip().rpartition("error: ")[2]
         raise UserError(f"measures.{measure}: emo {words[0]}: {reason}", code="measure") from None
+
+
+@functools.cache
+def _evaluation_parser() -> argparse.ArgumentParser:
+    """Return the parser of evaluation commands, which takes long to build."""
+    from emo.eval.cli import parser
+
+    return parser()
 
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:

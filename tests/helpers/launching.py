@@ -24,6 +24,7 @@ from unittest import mock
 import psutil
 import yaml
 
+from emo.data_prep.cli import main as prepare
 from emo.pipeline.control.run_dir import read_metrics
 from emo.pipeline.monitor import glossary
 from tests.conftest import REPO
@@ -80,8 +81,8 @@ def tiny_recipe(
     recipe["train"] |= train
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    prepared = run_forked([{}], "-m", "emo", "prepare", str(path))
-    assert prepared.returncode == 0, prepared.stdout
+    with contextlib.redirect_stdout(None):
+        assert prepare(["prepare", str(path), "--workers", "1"]) == 0
     return path
 
 

@@ -22,7 +22,7 @@ from tests.helpers.loss_reference import inputs as reference_inputs
 from tests.helpers.refusals import refused
 from tests.unit.loss import test_divergences as against
 from tests.unit.loss.test_cost import padded_everywhere
-from tests.unit.loss.test_objectives import ONE_TARGET, composes, make
+from tests.unit.loss.test_objectives import ONE_TARGET, make
 
 V, H = 150, 12
 
@@ -59,24 +59,22 @@ def test_equals_reference(name: str, scale: float, cache_mb: float) -> None:
     assert_agree(got, reference(h, w, labels, E, name), bound)
 
 
-OPTIONS: list[dict[str, float]] = [
-    {"label_smoothing": 0.1},
-    {"softcap": 5.0},
-    {"z_loss": 1e-2, "label_smoothing": 0.2, "softcap": 3.0, "logit_scale": 2.0},
-]
+EVERY_OPTION = {"z_loss": 1e-2, "label_smoothing": 0.2, "softcap": 3.0, "logit_scale": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("dtype", "name", "options"),
     [
-        (name, options)
-        for name in ("emo", "neg_entropy", "gem", "eaft", "smoothed")
-        for options in OPTIONS
-        if composes(name, options)
+        (torch.float32, "emo", {"softcap": 5.0}),
+        (torch.float32, "gem", {"label_smoothing": 0.1}),
+        (torch.float32, "neg_entropy", EVERY_OPTION),
+        (torch.float32, "eaft", EVERY_OPTION),
+        (torch.float32, "smoothed", {"softcap": 5.0}),
+        (torch.bfloat16, "emo", EVERY_OPTION),
+        (torch.bfloat16, "neg_entropy", {"softcap": 5.0}),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agrees_with_pytorch_path(name: str, options: dict[str, float], dtype: torch.dtype) -> None:
+def test_agrees_with_pytorch_path(dtype: torch.dtype, name: str, options: dict[str, float]) -> None:
     """Options and bias: the two paths differ by rounding only."""
     results = []
     for kernels in ("triton", "torch"):
@@ -87,10 +85,9 @@ def test_agrees_with_pytorch_path(name: str, options: dict[str, float], dtype: t
     assert_agree(*results, 1e-5 if dtype == torch.float32 else 6e-3)
 
 
-@pytest.mark.parametrize("cache_mb", [0.0, 0.05])
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("gem", {}), ("neg_entropy", {"softcap": 5.0}), ("deft", {"label_smoothing": 0.1})],
+    ("name", "options", "cache_mb"),
+    [("gem", {}, 0.05), ("neg_entropy", {"softcap": 5.0}, 0.0), ("deft", {"label_smoothing": 0.1}, 0.05)],
 )
 def test_values_between_padded_rows_never_count(
     name: str, options: dict[str, float], cache_mb: float
@@ -129,14 +126,11 @@ SUM = [("mle", 1.0), ("jsd", 0.3), ("reverse_kl", 0.2)]  # kernels take the dive
 @pytest.mark.parametrize(
     ("dtype", "k", "options"),
     [
-        (torch.float32, 0, {}),
         (torch.float32, 0, {"softcap": 3.0, "label_smoothing": 0.1}),
         (torch.float32, 1, {}),
         (torch.float32, 7, {"softcap": 3.0, "label_smoothing": 0.1}),
         (torch.float32, against.V - 1, {}),
         (torch.bfloat16, 0, {"softcap": 3.0}),
-        (torch.bfloat16, 7, {}),
-        (torch.float16, 0, {}),
         (torch.float16, 7, {"softcap": 3.0}),
     ],
 )
@@ -159,8 +153,10 @@ def test_a_sum_agrees_with_pytorch_path(dtype: torch.dtype, k: int, options: dic
     assert_agree(*results, bounds[dtype])
 
 
-@pytest.mark.parametrize(("name", "k"), [("kl", 0), ("emo_dense", 0), ("kl", 7), ("tv", 7)])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(
+    ("name", "k", "temperature"),
+    [("kl", 0, 1.0), ("emo_dense", 0, 2.0), ("kl", 7, 2.0), ("tv", 7, 1.0)],
+)
 def test_one_divergence_overwrites_the_logits(name: str, k: int, temperature: float) -> None:
     """Between padded rows, where NaN never counts; the numbers are the same without a gradient."""
     h, w, labels, E = reference_inputs(against.N, against.V, against.H, torch.float32, scale=0.4)

@@ -21,7 +21,6 @@ from emo.eval.icl.tasks import load_task
 from emo.pipeline.loss.objectives import get_objective
 from tests.campaigns import audit
 from tests.conftest import REPO
-from tests.helpers.changed import NEEDED, needed
 from tests.helpers.examples import write_example
 
 ROOMS = ("data_prep", "pipeline", "eval", "experiments")
@@ -114,14 +113,3 @@ def test_every_make_target_exists() -> None:
     targets = " ".join(re.findall(r"^([a-z][a-z -]*):", makefile.read_text(), re.M)).split()
     commands = set(re.findall(r"\bmake ([a-z-]+)", CONTRIBUTING + workflow.read_text())) - {"it"}
     assert commands and commands <= {*targets}
-
-
-def test_a_changed_file_needs_the_tests_of_its_folder() -> None:
-    loss = [f"tests/unit/{name}" for name in sorted(NEEDED["pipeline/loss/"])]
-    assert needed(["pipeline/loss/fused.py"]) == ["tests/unit/test_repository.py", *loss]
-    assert needed(["tests/bench/data.py"]) == ["tests/unit/test_repository.py"]
-    assert needed(["tests/bench/data.py", "tests/helpers/launching.py"]) == ["tests"]
-    for prefix, tests in NEEDED.items():
-        assert (REPO / prefix).exists() or prefix.startswith("tests/launch/"), prefix
-        for name in tests:
-            assert any((REPO / "tests" / kind / name).exists() for kind in ("unit", "launch")), prefix

@@ -23,7 +23,7 @@ from tests.conftest import REPO
 from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
 
-SMALL = {"vocabularies": [12], "shares": [1.0], "draws": [40], "truths": 3, "selection": 1, "steps": 60}
+SMALL = {"vocabularies": [12], "shares": [1.0], "draws": [40], "truths": 2, "selection": 1, "steps": 40}
 STUDY = {"extends": str(REPO / "experiments/configs/known-truth-contestants.yaml"), "out": "unused"} | SMALL
 PART = {"title": "A study", "about": "What it is.", "kind": "study", "file": "none.yaml"}
 QUICK = "experiments/configs/known-truth-quick.yaml"
@@ -59,7 +59,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_missing_parts_are_replaced_or_left_out_and_reported(out: Path) -> None:
     results = json.loads((out / "results.json").read_text())
     assert results["verdicts"]["geometry"]["answer"] in ("yes", "no", "undecided")
-    assert results["verdicts"]["geometry"]["n"] == 3
+    assert results["verdicts"]["geometry"]["n"] == 2
     assert list(results["parts"]) == ["study"]
     assert {row["part"] for row in results["rows"]} == {"study"}
     assert list(results["left_out"]) == ["study", "text"]

@@ -118,11 +118,17 @@ def test_a_mixture_may_only_change_with_its_key_at_the_newest_checkpoint(mixed: 
     identity.check_mixture(config(mixed, MIXED, "train.mixture_from=2"), 3)  # the mixture is the same
 
 
-def test_a_changed_mixture_is_recorded_and_then_needs_no_key(mixed: Path) -> None:
+def test_a_changed_mixture_is_recorded_and_then_needs_no_key(
+    mixed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also after only a copy is left."""
     first, other = config(mixed, MIXED), config(mixed, OTHER, "train.mixture_from=3")
     history = [MixtureStart(0, first.train.mixture), MixtureStart(3, other.train.mixture)]
     assert identity.mixture_history(other) == history
     identity.claim_run_dir(other, DATA)
+    restored = [f"train.copy_to={mixed}", OTHER, "train.mixture_from=3"]
+    copies.restore(new := config(tmp_path_factory.mktemp("new"), *restored), DATA)
+    assert identity.mixture_history(new) == history
     for again in (other, config(mixed, OTHER)):
         identity.check_run_dir(again, DATA)
         assert identity.mixture_history(again) == history

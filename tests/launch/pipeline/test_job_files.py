@@ -174,13 +174,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FAULTS = {"device": (1, "node-7"), "nccl": (1, ""), "mistake": (2, "")}  # exit code; the node, if it is known
-PHASES = ("starting", "loading", "step", "saving")
-TRIED = [("device", phase) for phase in PHASES]
-TRIED += [("nccl", "loading"), ("nccl", "saving"), ("mistake", "starting"), ("mistake", "step")]
+TRIED = [("device", "starting")]
+TRIED += [("device", "step"), ("mistake", "step"), ("nccl", "loading"), ("nccl", "saving")]
 
 
 @pytest.mark.parametrize(("fault", "phase"), TRIED)
-def test_a_fault_of_every_class_and_phase_under_every_launcher(
+def test_a_fault_of_every_class_under_every_launcher(
     recipe: Path, tmp_path: Path, fault: str, phase: str
 ) -> None:
     """Real ranks, and what the supervisor, Slurm's file and Kubernetes' file make of how they ended.

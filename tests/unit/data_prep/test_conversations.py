@@ -157,14 +157,6 @@ def test_a_prompt_and_its_completion_may_be_messages() -> None:
     assert result.unsupervised == read(row).unsupervised == (0,)
 
 
-def test_openassistant_trees_are_recognised_in_the_error() -> None:
-    row = {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"}
-    assert (
-        "OpenAssistant" in read(row).detail
-        and "OpenAssistant" in read({"message_tree_id": "1", "x": {}}).detail
-    )
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -135,7 +135,7 @@ def sequences(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
     return results
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(DIALOGUES, st.sampled_from(["alpaca", "chat"]))
 def test_mask_matches_sentencepiece_offsets_of_responses(dialogue: Conversation, template: str) -> None:
     """By sentencepiece itself. A line break joins with nothing: text behind one is encoded as continuing."""
@@ -155,7 +155,7 @@ def test_mask_matches_sentencepiece_offsets_of_responses(dialogue: Conversation,
 POLICIES = {"drop": "dropped", "truncate": "truncated", "split": "split"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(DIALOGUES, min_size=1, max_size=8), st.sampled_from([*POLICIES]), st.integers(8, 200))
 def test_overlong_policies_count_all_losses(dialogues: list[Conversation], policy: str, block: int) -> None:
     whole = row_encoder().conversations(dialogues)
@@ -187,7 +187,7 @@ def as_messages(dialogue: Conversation) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(DIALOGUES, min_size=1, max_size=12, unique_by=lambda d: json.dumps(as_messages(d))))
 def test_training_labels_equal_the_masks(dialogues: list[Conversation]) -> None:
     """From messages in a file to shifted labels of packed rows: each example as if it stood alone."""
@@ -285,7 +285,7 @@ def test_sentencepiece_conversion_equals_sentencepiece_on_real_text(shared_data:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (original.bos_id(), original.eos_id())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TEXT)
 def test_conversion_equals_sentencepiece_on_any_text(text: str) -> None:
     original = sentencepiece_of(tiny_tokenizer() / "model")

@@ -18,7 +18,6 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from emo.common.io.lease import Lease, hold_if_free
 from emo.eval.export import figures, harness, hub, tracking
-from emo.eval.export.commands import Export
 from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
 from emo.eval.results.directory import find_model, read_models
@@ -335,18 +334,3 @@ def test_groups_of_one_name_and_lost_demonstrations_in_the_harness_files(tmp_pat
     assert sorted(names) == ["mmlu_a_b", "mmlu_a_b_2", "mmlu_a_b_3"]
     assert {value["results"][name]["alias"] for name in names} == set(groups)
     assert value["configs"]["mmlu_a_b"]["metadata"]["rows_shortened"] == 2
-
-
-def test_the_first_line_of_an_export_names_all_lost_demonstrations(tmp_path: Path) -> None:
-    for name, lost in (("m", [3, 0, 0, 0, 0, 1]), ("n", [3, 0, 0, 0, 0, 0])):
-        write_model(tmp_path, name)
-        write_result(tmp_path, name, "sst2", RIGHT, lost=lost)
-        write_result(tmp_path, name, "cr", RIGHT, lost=lost[:1])
-        write_result(tmp_path, name, "subj", RIGHT)
-    finish(tmp_path)
-    said: list[str] = []
-    Export("lm-eval", tmp_path / "out").export(read_models([tmp_path]), {}, said.append)
-    first, *others = said
-    assert "m 2 of 6" in first and "n 1 of 6" in first and "m 1 of 6" in first and "subj" not in first
-    assert first.count("1 differ between models") == 1 and len(others) == 2
-    assert not any("lost" in line for line in others)

@@ -6,12 +6,10 @@ import os
 import re
 import time
 
-import numpy as np
 import pytest
 
 from emo.common.cli import progress
 from emo.eval import cli
-from emo.eval.models.encoder import Encoder
 
 
 def test_long_work_shows_progress(
@@ -30,21 +28,6 @@ def test_long_work_shows_progress(
     with progress.show_activity("short", 3, "row") as advance:
         advance(3)
     assert capsys.readouterr().err == "" and progress._activities == []
-
-
-def test_embedding_shows_progress_without_a_terminal(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Slow:
-        def encode(self, texts: list[str], **options: object) -> np.ndarray:
-            time.sleep(0.15)
-            return np.ones((len(texts), 3), np.float32)
-
-    monkeypatch.setattr(progress, "QUIET", 0.05)
-    encoder = Encoder("minilm", tmp_path)  # type: ignore[arg-type]
-    encoder.__dict__["_model"] = Slow()
-    encoder([f"text {i}" for i in range(300)])
-    assert "of 300 texts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "speaks"), [("chat", False), ("generate", True)])

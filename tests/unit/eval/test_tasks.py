@@ -280,3 +280,7 @@ def test_group_demonstrations_are_the_first_of_the_subject(world: Path) -> None:
         assert indices == of_group[:5]
     with pytest.raises(UserError):
         GroupRetriever(reader(task, rows), ice_num=99).retrieve()
+
+
+def test_every_built_in_task_has_a_hub_id() -> None:
+    assert all(load_task(name).spec.hub is not None for name in known_tasks())

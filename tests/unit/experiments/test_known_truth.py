@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-import zstandard
 from scipy import optimize, stats
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from emo.common.errors import UserError
 from emo.eval.generation import distributions
 from emo.eval.models.model import EvaluatedModel
 from emo.experiments.known_truth import bigram, contestants, corpus, learner, oracle, study
-from emo.experiments.known_truth.contestants import Contestant, Prior, kernel_gradient
+from emo.experiments.known_truth.contestants import Contestant, kernel_gradient
 from emo.pipeline.loss import get_objective
 from emo.pipeline.loss.expected import CostOperator, expected_gradient, settle
 from tests.helpers.evaluating import tiny_model
@@ -35,10 +34,6 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def truths(n: int = 4) -> Tensor:
     return bigram.draw_dirichlet(n, V, 2.0, generator())
-
-
-def geometry() -> CostOperator:
-    return CostOperator(torch.randn(V, 6, dtype=torch.float64, generator=generator(1)))
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.97, 1.03), (0.5, 0.9, 0.97), (1.0, 0.7, 0.9)])
@@ -90,15 +85,6 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
     assert errors[2] < 5 * 12 * 11 / (2 * 12 * 16_000)
 
 
-def test_runs_in_a_group_equal_single_runs() -> None:
-    _, counts = sample(12, 50)
-    together, alone = (
-        torch.cat([Contestant(name="emo").fit(part, 1e-2, 40).logits for part in counts.parts(entries)])
-        for entries in (10**6, 1)
-    )
-    assert torch.allclose(together, alone, atol=1e-4)
-
-
 @pytest.mark.slow
 def test_compiled_gradients_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     contestant, (_, counts) = Contestant(name="emo"), sample(12, 50)
@@ -106,29 +92,6 @@ def test_compiled_gradients_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(contestants, "COMPILED", 12)
     assert torch.allclose(contestant.fit(counts, 1e-2, 40).logits, plain, atol=1e-4)
     assert not torch.allclose(after, plain, atol=1e-4)
-
-
-def test_a_learner_whose_head_is_the_embedding_equals_a_plain_loop() -> None:
-    """... of torch's own cross-entropy over weighted pairs, with the same first weights."""
-    _, counts = sample(8, 50, runs=1)
-    start = bigram.Learner(8, [0], counts.embedding).double()
-    weights = [start.embedding[0], start.hidden[0], start.shift[0], start.out[0]]
-    weights = [w.detach().clone().requires_grad_() for w in weights]
-    head, pairs = counts.embedding[0].double(), counts.train[0].double()
-    optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=1e-4)
-    for _ in range(20):
-        embedding, hidden, shift, out = weights
-        logits = torch.relu(embedding @ hidden + shift) @ out @ head.T
-        losses = [
-            nn.functional.cross_entropy(logits, torch.full((8,), y), reduction="none") for y in range(8)
-        ]
-        optimizer.zero_grad()
-        ((torch.stack(losses, -1) * pairs).sum() / pairs.sum()).backward()
-        optimizer.step()
-    embedding, hidden, shift, out = weights
-    logits = torch.relu(embedding @ hidden + shift) @ out @ head.T
-    fitted = Contestant(name="mle", head="embedding").fit(counts, 1e-2, 20)
-    assert torch.allclose(fitted.logits[0].double().softmax(-1), logits.softmax(-1), atol=1e-6)
 
 
 def test_a_post_hoc_map_solves_the_fixed_point_equation() -> None:
@@ -150,22 +113,6 @@ def test_a_post_hoc_map_solves_the_fixed_point_equation() -> None:
             root = optimize.root(residual, np.log(truth) - np.log(truth).mean(), tol=1e-13)
             expected = np.exp(root.x) / np.exp(root.x).sum()
             assert row.numpy() == pytest.approx(expected, abs=1e-6)
-
-
-def test_smoothing_by_costs_prefers_near_tokens_and_keeps_its_share() -> None:
-    """D2GPo as released is nearly uniform: its nearest token has at most e^0.2 times as much as its last."""
-    rows, embedding = torch.eye(V, dtype=torch.float64), geometry().rows
-    costs = geometry().apply(torch.eye(V, dtype=torch.float64))
-    for kind in ("uniform", "gaussian", "d2gpo"):
-        prior = Prior(kind=kind, weight=0.2)
-        targets = Contestant(name="mle", prior=prior).targets(rows, embedding)
-        assert torch.allclose(targets.sum(-1), torch.ones(V, dtype=torch.float64))
-        others = targets[~torch.eye(V, dtype=torch.bool)].view(V, V - 1)
-        near = costs[~torch.eye(V, dtype=torch.bool)].view(V, V - 1)
-        assert (others.diff() * near.diff() <= 1e-12).all() or kind != "gaussian"
-        assert (others.sum(-1) < 0.2).all() and (others.sum(-1) > 0.02).all()
-        if kind == "d2gpo":
-            assert float(others.max() / others.min()) < math.exp(0.2)
 
 
 def test_learning_rates_are_extended_until_the_best_is_inside() -> None:
@@ -282,24 +229,6 @@ def test_a_learner_keeps_only_the_oracles_embedding(root: Path) -> None:
     assert equal == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
-def test_new_rows_are_the_mean_of_the_others(root: Path) -> None:
-    out = root / "new-rows"
-    arguments = ["--model", str(root / "learner"), "--output_path", str(out)]
-    assert learner.main([*arguments, "--new_rows", "50"]) == 0
-    changed, base = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "learner"))
-    embeddings = ("model.embed_tokens.weight", "lm_head.weight")
-    assert all(torch.equal(changed[name], base[name]) for name in base.keys() - embeddings)
-    for name in embeddings:
-        new = (changed[name] != base[name]).any(-1)
-        assert new.sum() == 50
-        mean = base[name][~new].mean(0)
-        torch.testing.assert_close(changed[name][new], mean.expand(50, -1))
-    for count in ("0", str(len(base["lm_head.weight"]))):
-        with pytest.raises(UserError) as error:
-            learner.main([*arguments, "--new_rows", count])
-        assert error.value.code == "new-rows"
-
-
 def test_measures_equal_a_naive_computation(root: Path) -> None:
     same = ["--model", str(root / "oracle"), "--samples", "7", "--max_new_tokens", TOKENS]
     results = measured(root, *same)
@@ -315,19 +244,6 @@ def test_measures_equal_a_naive_computation(root: Path) -> None:
         ("test_nats", -log_q.gather(-1, targets(texts))),
     ):
         assert results["at_1"][name] == pytest.approx(float(values.mean()), abs=1e-6)
-
-
-def test_long_texts_are_cut_at_the_context_length(root: Path) -> None:
-    texts = rows(root / "corpus/test.jsonl")
-    long = [*texts, texts[0] * 200]
-    packed = zstandard.compress("".join(json.dumps({"ids": text}) + "\n" for text in long).encode())
-    (root / "long.jsonl.zst").write_bytes(packed)
-    longest = EvaluatedModel(str(root / "oracle")).model.config.max_position_embeddings
-    assert len(long[-1]) > longest
-    (root / "cut.jsonl").write_text("".join(json.dumps({"ids": text[:longest]}) + "\n" for text in long))
-    results = measured(root, "--texts", root / "long.jsonl.zst")
-    assert results["contexts"] == sum(len(text) - 1 for text in texts) + longest - 1
-    assert results == measured(root, "--texts", root / "cut.jsonl")
 
 
 def test_decodings_and_halves_equal_a_naive_computation(root: Path) -> None:
@@ -353,17 +269,6 @@ def test_decodings_and_halves_equal_a_naive_computation(root: Path) -> None:
     assert results["decoded"]["p0_9"]["js"] == pytest.approx(js(np.array(nuclei)).mean(), abs=1e-6)
 
 
-def test_a_tempered_model_equals_its_tempered_baseline(root: Path) -> None:
-    """A baseline that is the model at another temperature leaves no gap: sharpening is taken away whole."""
-    model, sharp = EvaluatedModel(str(root / "learner")), root / "sharp"
-    model.model.lm_head.weight.data *= 2.0
-    model.model.save_pretrained(sharp)
-    model.tokenizer.save_pretrained(sharp)
-    results = measured(root, "--model", str(sharp), "--baseline", str(root / "learner"))
-    assert results["baseline_temperature"] == pytest.approx(0.5, abs=1e-4)
-    assert abs(results["over_tempered_baseline"]["kl_pq"]) < 1e-6
-
-
 def test_training_is_compared_with_decoding(root: Path) -> None:
     decode = ("--baseline", root / "learner", "--decode", "emo", "--cost", "constant")
     assert set(measured(root, *decode)["over_decoded_baseline"].values()) == {0.0}
@@ -382,30 +287,6 @@ def test_the_best_temperature_is_exact(root: Path) -> None:
     z = log_probs(root / "learner", texts) / results["temperature"]
     slopes = (z.softmax(-1) * z).sum(-1) - z.gather(-1, targets(texts))[:, 0]
     assert abs(float(slopes.mean())) < 1e-6
-
-
-def test_steps_are_chosen_on_the_selection_truths(tmp_path: Path) -> None:
-    """Not where the development sample does: after the steps that suit the selection truths."""
-    contestants = {name: Contestant(name="mle") for name in ("mle", "other")}
-    chosen = study.Study(
-        out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],
-        truths=2, selection=2, steps=60, rates=[1e-2, 3e-2],
-    )  # fmt: skip
-    cell = study.MapCell(12, 1.0, 20)
-    result = study.measure_cell(chosen, cell)
-    rate, steps = result["rates"]["mle"]["js"], result["steps"]["mle"]
-    others, selection = study.draw_truths(cell, "selection", 2)
-
-    def outcome(count: int) -> float:
-        learned = contestants["mle"].fit(selection, rate, count).logits
-        return sum(study.divergence(*pair, "js") for pair in zip(others, learned, strict=True))
-
-    every = bigram.looks_until(60)
-    assert steps in every and outcome(steps) == pytest.approx(min(map(outcome, every)), rel=1e-6)
-    truths, sample = study.draw_truths(cell, "measured", 2)
-    learned = contestants["mle"].fit(sample, rate, steps).logits
-    want = [study.divergence(*pair, "js") for pair in zip(truths, learned, strict=True)]
-    assert result["values"]["mle"]["js"] == pytest.approx(want, rel=1e-6)
 
 
 def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import shlex
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from emo.__main__ import COMMANDS, EVALUATION
+from emo.common.config import recipe
 from emo.common.config.recipe import Section, load_section
 from emo.eval.cli import parser
 from emo.eval.icl.tasks import PAPER_ORDER, load_task
 from emo.experiments.cli import main
 from emo.experiments.evidence import Evidence
 from emo.experiments.known_truth.study import Study
+from emo.experiments.sweeps import code
 from emo.experiments.sweeps.design import expand, read_experiment
 from emo.experiments.sweeps.sweep import Sweep
 from emo.pipeline.config import load_config
@@ -32,6 +36,16 @@ FILES = [
     if not path.name.startswith(tuple(OTHERS))
 ]
 experiment = functools.cache(lambda name: read_experiment(FOLDER / name, []))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_once() -> Iterator[None]:
+    """Parse each file once. The files do not change during these tests, and have hundreds of runs."""
+    load = functools.cache(recipe._load_yaml)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "_load_yaml", lambda content: copy.deepcopy(load(content)))
+        patch.setattr(code, "find_sources", functools.cache(code.find_sources))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -66,11 +66,11 @@ def a_map(cells: int, truths: int, gains: np.ndarray) -> list[dict[str, Any]]:
 
 
 def test_the_intervals_of_a_map_are_simultaneous() -> None:
-    """All 12 intervals of a map cover the truth in 95 % of 600 maps."""
-    cells, truths, maps = 12, 20, 600
+    """All 12 intervals of a map cover the truth in 95 % of 200 maps."""
+    cells, truths, maps = 12, 20, 200
     gains = np.random.default_rng(6).normal(size=(maps * cells, truths))
     covered = [cell["low"] <= 0 <= cell["high"] for cell in a_map(cells, truths, gains)]
-    assert 0.93 < np.reshape(covered, (maps, cells)).all(axis=1).mean() < 0.97
+    assert 0.92 < np.reshape(covered, (maps, cells)).all(axis=1).mean() < 0.98
 
 
 def test_the_repetitions_of_a_sweep_are_its_seeds(tmp_path: Path) -> None:

@@ -205,18 +205,6 @@ def test_a_dry_run_rejects_what_training_rejects(override: str, planned: bool) -
             check_plan(config, 1)
 
 
-def test_a_plan_reads_weights_only_for_costs_and_only_if_they_exist(tmp_path: Path) -> None:
-    tree = yaml.safe_load(QUICKSTART.read_text())["model"]["architecture"]
-    CONFIG_MAPPING[tree.pop("model_type")](**tree).save_pretrained(tmp_path)
-    overrides = ["output_dir=runs/unstarted", f"model={{path: {tmp_path}, dtype: float32}}"]
-    mle, emo = (load_config(QUICKSTART, [*overrides, f"objective.name={name}"]) for name in ("mle", "emo"))
-    assert check_plan(mle, 1).steps is check_plan(emo, 1).steps is None
-    (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    check_plan(mle, 1)
-    with pytest.raises(UserError):
-        check_plan(emo, 1)
-
-
 def test_attention_is_planned_for_the_documents_in_the_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
