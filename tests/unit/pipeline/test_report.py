@@ -24,7 +24,15 @@ from emo.pipeline import cli
 from emo.pipeline.control import run_dir
 from emo.pipeline.monitor.console import Console, Progress
 from emo.pipeline.monitor.launches import append
-from emo.pipeline.monitor.validation import FEWEST, Change, Documents, compute_change, write_documents
+from emo.pipeline.monitor.validation import (
+    FEWEST,
+    Change,
+    Documents,
+    compute_change,
+    drop_documents,
+    read_documents,
+    write_documents,
+)
 from emo.pipeline.report.page import build_run_report
 from emo.pipeline.report.runs import KILLED, RecordedRun, read_runs, regressions
 from tests.conftest import REPO
@@ -55,10 +63,19 @@ def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
         assert (value - half, value + half) == pytest.approx((low, high), abs=0.1 * (high - low))
 
 
+def test_a_resume_drops_later_measurements(tmp_path: Path) -> None:
+    for step in (3, 6):
+        write_documents(tmp_path, "set", step, documents([2.0], [1]))
+    drop_documents(tmp_path, 3)
+    assert [read_documents(tmp_path, "set", step) is not None for step in (3, 6)] == [True, False]
+
+
 def test_what_has_no_interval_or_no_pairs() -> None:
     for n in range(1, FEWEST):
         few = compute_change(documents([2.0] * n, [2] * n), documents([3.0] * n, [2] * n))
         assert few is not None and few.value == 0.5 and few.interval == "" and few.direction == 0
+    enough = compute_change(documents([2.0] * FEWEST, [2] * FEWEST), documents([3.0] * FEWEST, [2] * FEWEST))
+    assert enough is not None and enough.interval
     full = documents([2.0] * 9, [5] * 9)
     assert compute_change(full, full) == Change(0.0, 0.0, 0.0, 9)
     assert compute_change(full, full._replace(fingerprint="other")) is None, "also with as many tokens"
