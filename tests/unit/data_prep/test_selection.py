@@ -53,16 +53,6 @@ ROWS = st.lists(
 )
 
 
-def test_the_error_for_no_training_rows_names_the_first_problem(tmp_path: Path) -> None:
-    row = {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}
-    write_jsonl(tmp_path / "a.jsonl", [row] * 3)
-    with refused("no-training-rows") as told:
-        run(data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}]))
-    assert "3 bad roles" in str(told.value) and "a.jsonl line 1: bad roles (assistant user)" in str(
-        told.value
-    )
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     drawn=ROWS,
