@@ -178,7 +178,7 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
             target = REPOSITORY / str(base)
         folders = (path.resolve().parent, REPOSITORY)
         allowed = any(target.resolve().is_relative_to(folder) for folder in folders)
-    except (OSError, ValueError):  # invalid file name
+    except ValueError:  # invalid file name
         allowed = False
     if not allowed:
         problem = f"extends must name a file in the same folder or of this program, not {format_value(base)}"
