@@ -158,7 +158,8 @@ def _text(row: Row, column: str, where: str) -> str:
             value = value[int(element)]
         except (IndexError, ValueError, TypeError, KeyError):
             raise UserError(f"{where}: column {name} has no element {element}", code="column") from None
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    infinite = isinstance(value, float) and not math.isfinite(value)  # integers may be too large for it
+    number = isinstance(value, int | float) and not isinstance(value, bool) and not infinite
     if not (isinstance(value, str) or number):
         raise UserError(f"{where}: column {column} is {repr(value)[:60]}, not text", code="not-text")
     return str(value)

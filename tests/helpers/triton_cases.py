@@ -65,8 +65,8 @@ EVERY_OPTION = {"z_loss": 1e-2, "label_smoothing": 0.2, "softcap": 3.0, "logit_s
 @pytest.mark.parametrize(
     ("dtype", "name", "options"),
     [
-        (torch.float32, "emo", {"softcap": 5.0}),
-        (torch.float32, "gem", {"label_smoothing": 0.1}),
+        (torch.float32, "emo", {"label_smoothing": 0.1}),
+        (torch.float32, "gem", {"softcap": 5.0}),
         (torch.float32, "neg_entropy", EVERY_OPTION),
         (torch.float32, "eaft", EVERY_OPTION),
         (torch.float32, "smoothed", {"softcap": 5.0}),

@@ -142,38 +142,23 @@ def test_prepare_needs_only_the_data_section(tmp_path: Path) -> None:
     assert all(key in str(error.value) for key in ("model", "train"))
 
 
-@pytest.mark.parametrize(
-    ("key", "part"),
-    [
-        ("base_model", "model.path"),
-        ("gradient_accumulation_steps", "train.global_batch_size"),
-        ("per_device_train_batch_size", "train.micro_batch_size"),
-        ("sample_packing", "always packed"),
-        ("max_seq_length", "data.sequence_len"),
-        ("datasets", "data.sources"),
-        ("wandb_project", "train.project"),
-        ("bf16", "model.dtype"),
-        ("lora_r", "model.lora.r"),
-        ("lora_alpha", "model.lora.alpha"),
-        ("load_in_4bit", "not supported"),
-        ("neftune_noise_alpha", "not supported"),
-        ("rl", "use TRL"),
-        ("flash_attention", "model.attn_implementation"),
-        ("val_set_size", "data.validation_fraction"),
-        ("trust_remote_code", "never run"),
-        ("seed", "train.seed or data.seed"),
-        ("weight_decay", "train.weight_decay"),
-        ("dedup", "data.dedup"),
-        ("dataset_dir", "data.root"),
-        ("roles_to_train", "each with the token that ends it"),
-        ("neat_packing", "always packed"),
-        ("liger_rms_norm", "model.kernels"),
-        ("enable_thinking", "data.template_variables"),
-        ("preprocessing_num_workers", "--workers"),
-        ("warmup_steps", "share of the steps"),
-        ("ddp_timeout", "minutes instead of seconds"),
-    ],
-)
+SUGGESTIONS = {  # for keys of other trainers
+    "base_model": "model.path", "gradient_accumulation_steps": "train.global_batch_size",
+    "per_device_train_batch_size": "train.micro_batch_size", "sample_packing": "always packed",
+    "max_seq_length": "data.sequence_len", "datasets": "data.sources", "wandb_project": "train.project",
+    "bf16": "model.dtype", "lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha",
+    "load_in_4bit": "not supported", "neftune_noise_alpha": "not supported", "rl": "use TRL",
+    "flash_attention": "model.attn_implementation", "val_set_size": "data.validation_fraction",
+    "trust_remote_code": "never run", "seed": "train.seed or data.seed",
+    "weight_decay": "train.weight_decay", "dedup": "data.dedup", "dataset_dir": "data.root",
+    "roles_to_train": "each with the token that ends it", "neat_packing": "always packed",
+    "liger_rms_norm": "model.kernels", "enable_thinking": "data.template_variables",
+    "preprocessing_num_workers": "--workers", "warmup_steps": "share of the steps",
+    "ddp_timeout": "minutes instead of seconds",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "part"), SUGGESTIONS.items())
 def test_keys_of_other_trainers_get_suggestions(tmp_path: Path, key: str, part: str) -> None:
     with refused("unknown-key") as error:
         load(tmp_path, GOOD + f"{key}: 1\n")

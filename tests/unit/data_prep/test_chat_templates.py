@@ -21,14 +21,7 @@ from emo.data_prep.encoding.chat_writer import ChatWriter
 from emo.data_prep.selection.plan import Plan
 from emo.data_prep.shards.verify import verify
 from tests.helpers.chat_templates import CALLING, CHATML, THINKING, TOOLS, tokenizer_with
-from tests.helpers.corpus import (
-    data_config,
-    prepared,
-    run,
-    segments,
-    train_set,
-    write_jsonl,
-)
+from tests.helpers.corpus import data_config, prepared, run, segments, train_set, write_jsonl
 from tests.helpers.refusals import refused
 from tests.helpers.stock_templates import (
     KINDS,
@@ -43,20 +36,11 @@ from tests.helpers.stock_templates import (
 needs_trl = pytest.mark.skipif(
     not stock_templates(), reason="trl, whose templates these are, is not installed"
 )
-FAMILIES = (
-    *(
-        "cohere2",
-        "deepseekv3",
-        "diffusion_gemma_training",
-        "gemma4",
-        "glm4moe",
-        "gptoss",
-        "lfm2_2_5",
-        "llama3_1",
-    ),
-    *("muse_glimmer", "nemotron_3_5_lightning", "phi3", "phi3_training", "qwen2_5", "qwen3", "qwen3_5_think"),
-    "smolvlm",
-)
+FAMILIES = [
+    "cohere2", "deepseekv3", "diffusion_gemma_training", "gemma4", "glm4moe", "gptoss", "lfm2_2_5",
+    "llama3_1", "muse_glimmer", "nemotron_3_5_lightning", "phi3", "phi3_training", "qwen2_5", "qwen3",
+    "qwen3_5_think", "smolvlm",
+]  # fmt: skip
 
 
 def talk(*turns: tuple[str, str], **last: Any) -> dict[str, Any]:
@@ -261,23 +245,6 @@ def test_chats_are_compared_by_their_written_text(tmp_path: Path) -> None:
     assert train_set(config).manifest.rejected == {"duplicate": 99}
 
 
-def test_a_note_reports_duplicates_in_a_validation_set(tmp_path: Path) -> None:
-    same = [f"the river runs under the old road near the house number {i % 2}" for i in range(2)]
-    texts = [f"{i} {same[0]} and then some more words about the same river" for i in range(400)]
-    write_jsonl(tmp_path / "a.jsonl", texts)
-    config = data_config(
-        tmp_path, dedup="near", near_threshold=0.5, validation_fraction=0.3, shards=1, sequence_len=8
-    )
-    with refused("no-validation-rows"):
-        run(config)
-    write_jsonl(
-        tmp_path / "a.jsonl",
-        [*texts, *(f"{i} {'ab'[i % 2] * 3}{i} own{i} words{i} here{i}" for i in range(30))],
-    )
-    notes = [line for line in run(config) if "are left" in line]
-    assert len(notes) == 1 and "validation set" in notes[0]
-
-
 def test_a_table_gives_the_same_tokens_as_json_lines(tmp_path: Path) -> None:
     """Storage gives all calls the keys of all others, as null; an Arrow map is an object."""
     arguments: list[dict[str, Any]] = [{"town": "Oslo"}, {"a": "x", "b": 2.5}, {"deep": {"c": "d"}}]
@@ -408,13 +375,6 @@ def test_empty_reasoning_has_no_loss(thought: dict[str, str]) -> None:
     content = "a" if thought else "<think>\n\n</think>\n\na"
     row = talk(("user", "q"), ("assistant", content), **thought)
     assert learned(writer, row) == ["<|channel|>final<|message|>a<|return|>"]
-
-
-@needs_trl
-def test_two_keys_with_the_same_reasoning_count_once() -> None:
-    writer = ChatWriter(read_template(stand_in("gptoss")[1], "gptoss"))
-    chat = read_chat(talk(("user", "q"), ("assistant", "a"), reasoning="hm", reasoning_content="hm"))
-    assert writer.left_out(chat, writer.examples(chat)) == []
 
 
 def test_a_developer_message_becomes_a_system_message_if_the_template_lacks_it() -> None:

@@ -56,11 +56,17 @@ ROWS = st.lists(
 def test_the_error_for_no_training_rows_names_the_first_problem(tmp_path: Path) -> None:
     row = {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}
     write_jsonl(tmp_path / "a.jsonl", [row] * 3)
-    with refused("no-training-rows") as told:
+    with refused("no-training-rows") as error:
         run(data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}]))
-    assert "3 bad roles" in str(told.value) and "a.jsonl line 1: bad roles (assistant user)" in str(
-        told.value
-    )
+    assert "3 bad roles" in str(error.value) and "a.jsonl line 1: bad roles" in str(error.value)
+
+
+def test_near_duplicates_may_leave_no_validation_rows(tmp_path: Path) -> None:
+    same = [f"the river runs under the old road near the house number {i % 2} and on" for i in range(400)]
+    write_jsonl(tmp_path / "a.jsonl", [f"{i} {text}" for i, text in enumerate(same)])
+    options = {"dedup": "near", "near_threshold": 0.5, "validation_fraction": 0.3, "sequence_len": 8}
+    with refused("no-validation-rows"):
+        run(data_config(tmp_path, shards=1, **options))
 
 
 @settings(deadline=None, max_examples=30)

@@ -162,6 +162,11 @@ def test_prompts_are_exported_and_replies_are_read(
 def test_bad_reply_files_are_rejected(world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")
     lines = [json.dumps({"id": row["id"], "reply": "1"}) for row in rows]
+    failed = [{"custom_id": row["id"], "response": None, "error": {"code": "expired"}} for row in rows]
+    failed = [json.dumps(row) for row in failed]
+    body = {"choices": [{"text": "1"}], "model": 4}
+    named = [{"id": rows[0]["id"], "reply": "1", "model": model} for model in (0, 4)]
+    named.append({"custom_id": rows[0]["id"], "response": {"body": body}})
     pairs, file = pair_answers(world / "a.json", world / "b.json"), tmp_path / "r.jsonl"
     for code, judge, changed in (
         ("not-json", "pandalm", [*lines[:-1], lines[-1][:20]]),
@@ -170,6 +175,8 @@ def test_bad_reply_files_are_rejected(world: Path, tmp_path: Path) -> None:
         ("foreign", "pandalm", [*lines, '{"reply": "1"}']),
         ("foreign", "auto-j", lines),
         ("no-reply", "pandalm", [line.replace("reply", "text") for line in lines]),
+        ("all-failed", "pandalm", failed),
+        *(("judge-name", "pandalm", [json.dumps(first), *failed[1:]]) for first in named),
     ):
         file.write_text("\n".join(changed), encoding="utf-8")
         with refused(code):
@@ -206,23 +213,6 @@ def test_replies_identify_their_author(
             judging.read_replies(judge, pairs, file, asked)
     else:
         assert judging.read_replies(judge, pairs, file, asked)[1] == by
-
-
-def test_failed_requests_and_invalid_model_names_are_rejected(world: Path, tmp_path: Path) -> None:
-    rows = exported(world, tmp_path, "pandalm")
-    failed = [{"custom_id": row["id"], "response": None, "error": {"code": "expired"}} for row in rows]
-    body = {"choices": [{"text": "1"}], "model": 4}
-    for code, first in (
-        ("all-failed", failed[0]),
-        ("judge-name", {"id": rows[0]["id"], "reply": "1", "model": 4}),
-        ("judge-name", {"id": rows[0]["id"], "reply": "1", "model": 0}),
-        ("judge-name", {"custom_id": rows[0]["id"], "response": {"body": body}}),
-    ):
-        file = write_lines(tmp_path / "r.jsonl", [first, *failed[1:]])
-        with refused(code):
-            judging.read_replies(
-                JUDGES["pandalm"], pair_answers(world / "a.json", world / "b.json"), file, "m"
-            )
 
 
 @pytest.mark.parametrize("second, why", [("1", "changed"), ("?", "unreadable")])

@@ -94,27 +94,6 @@ def test_compiled_gradients_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatc
     assert not torch.allclose(after, plain, atol=1e-4)
 
 
-def test_a_post_hoc_map_solves_the_fixed_point_equation() -> None:
-    """q_i sum_y P_y (1 - m_y + w_y c_yi) = P_i with w = m / D, found by SciPy's solver, row by row."""
-    _, counts = sample(6, 50, runs=2)
-    learned = torch.softmax(torch.randn(2, 6, 6, dtype=torch.float64, generator=generator(9)), -1)
-    settled = Contestant(name="emo").settled(counts, learned)
-    for embedding, rows, q in zip(counts.embedding.double().numpy(), learned.numpy(), settled, strict=True):
-        unit = embedding / np.linalg.norm(embedding, axis=1, keepdims=True)
-        c = 1 - unit @ unit.T
-        for truth, row in zip(rows, q, strict=True):
-
-            def residual(z: np.ndarray, truth: np.ndarray = truth, c: np.ndarray = c) -> np.ndarray:
-                guess = np.exp(z) / np.exp(z).sum()
-                m = -np.log(guess)
-                shared = truth @ (1 - m[:, None] + (m / (c @ guess))[:, None] * c)
-                return np.append(guess * shared - truth, z.sum())[1:]
-
-            root = optimize.root(residual, np.log(truth) - np.log(truth).mean(), tol=1e-13)
-            expected = np.exp(root.x) / np.exp(root.x).sum()
-            assert row.numpy() == pytest.approx(expected, abs=1e-6)
-
-
 def test_learning_rates_are_extended_until_the_best_is_inside() -> None:
     tried = []
 
