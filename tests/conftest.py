@@ -19,12 +19,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import hypothesis
 import pytest
 import torch
 from tqdm import tqdm
 
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
+# Examples are slow on a busy machine.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 # By default forks share a lock for bars, which one that a test kills would hold for ever.
 tqdm.set_lock(threading.RLock())
 
