@@ -42,7 +42,7 @@ from .checkpoint.saver import (
 )
 from .config import RunConfig
 from .control.lock import RunLock
-from .control.run_dir import CONFIG, EXPORT, INITIAL
+from .control.run_dir import CONFIG, EXPORT, INITIAL, checkpoints
 from .control.stop import RESUME, StopRequest, Watch, node_name
 from .control.world import (
     World,
@@ -222,6 +222,8 @@ class Trainer:
         if saved is None and target is not None:
             with self.lock.activity("fetching a checkpoint"):
                 saved = fetch_newest(self.config.output_dir, target, self.world)
+        if saved is None and checkpoints(self.config.output_dir):
+            log.warning("restarting from step 0")
         return saved
 
     def _build_engine(self, saved: Saved | None) -> None:

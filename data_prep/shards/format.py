@@ -3,12 +3,12 @@
 A data set is a directory of Arrow IPC stream files, which `datasets.Dataset.from_file` can also memory-map,
 and `manifest.json`, which is written last: without it the directory is not a data set. Columns of a row:
 
-    input_ids        list<uint16 or uint32>   tokens, at most `block`
-    segment_lengths  list<uint32>             tokens of each document or example in the row
-    sources          list<uint64>             the document or example of each segment, as a hash of all its
-    tokens loss_spans       list<uint32>             instruct only: start, end, start, end ... of supervised
-    tokens valid            uint32                   supervised targets after the shift domain
-    uint16                   index in the manifest's `domains`, the same for all segments
+    input_ids        list<uint16 or uint32>  tokens, at most `block`
+    segment_lengths  list<uint32>            tokens of each document or example in the row
+    sources          list<uint64>            document or example of each segment, as a hash of all its tokens
+    loss_spans       list<uint32>            instruct only: start and end of each stretch of supervised tokens
+    valid            uint32                  supervised targets after the shift
+    domain           uint16                  index in the manifest's `domains`, the same for all segments
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
             return read_saved(directory)
         log.warning("%s is not used: %s", directory.name, reason)
     if directories:
-        log.warning("no valid checkpoint in %s, restarting from step 0", run_dir)
+        log.warning("no valid checkpoint in %s", run_dir)
     return None
 
 

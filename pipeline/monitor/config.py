@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from emo.common.config.recipe import FREE, Section, mark
 
+LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # what a logger needs to have installed
+
 
 class ProfileConfig(Section):
     """Steps that torch.profiler records in `profile/` of the run directory, with the memory of GPUs."""

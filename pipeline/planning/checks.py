@@ -45,6 +45,7 @@ from ..model.objective_config import COSTS
 from ..model.objectives import objective_parts, training_objective
 from ..model.readers import check_exported_tokenizer
 from ..model.teacher import check_teacher
+from ..monitor.config import LOGGER_PACKAGES
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, d
     ds_config = deepspeed_config(config, batch)
     if here:
         check_deepspeed_host(ds_config)
-        for package in config.train.report_to:
+        for package in filter(None, map(LOGGER_PACKAGES.get, config.train.report_to)):
             if importlib.util.find_spec(package) is None:
                 cure = f"pip install {package}, or leave it out"
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
