@@ -9,7 +9,7 @@ import os
 import pathlib
 import select
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Self
 
@@ -107,6 +107,14 @@ TRANSIENT = {
 # Errors that only a change by the user fixes. Libraries also raise these classes without an errno.
 PERMANENT = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
 PERMANENT_NUMBERS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+
+
+def iterate_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def may_pass(error: OSError) -> bool | None:

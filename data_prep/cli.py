@@ -51,8 +51,8 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
     verify.add_argument("directory", type=Path, metavar="DIR", help="prepared directory, or one split of it")
     sniff = commands.add_parser(
         "sniff",
-        description="Detect the format of a data file, show how three of its rows are parsed, and print a "
-        "recipe for it.",
+        description="Detect the format of a data file, show how three of its rows are parsed, and print the "
+        "data section of a recipe for it.",
         examples=["emo sniff chat.jsonl --tokenizer openai-community/gpt2"],
     )
     sniff.add_argument("files", metavar="FILES", help="file, pattern or URL, as in data.sources.0.files")

@@ -49,9 +49,8 @@ USED: dict[str, Callable[[Any], bool]] = {
 FORMAT = 6  # version of prepared data. Raise it if the same configuration gives other bytes
 SET = "if set"  # marks newer fields, which are not part of `settings` unless they are set
 
-# the training data, and an unnamed validation set
-TRAIN = "train"
-VALIDATION = "validation"
+TRAIN = "train"  # the training data
+VALIDATION = "validation"  # an unnamed validation set
 DEFAULT_DOMAIN = "default"  # of sources without a domain
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # pattern of names of domains and validation sets
 MAX_TOKENS = 1 << 20  # in a row

@@ -99,15 +99,13 @@ MARKER = "data_prep.json"
 GRAMS = "grams.npz"
 HASHES = "hashes.json"
 OVERLAP = "contamination.json"
-# the directory of planning jobs, and in it the parts of the scan
-NEW = ".new"
-SCAN = "scan"
-# in .new: the selected rows, before the plan is complete
+NEW = ".new"  # the directory of planning jobs
+SCAN = "scan"  # in .new: the parts of the scan
+# In .new: the selected rows, before the plan is complete.
 ROWS = "rows.parquet"
 LIMITED = "limited.parquet"
-# leases of the planning job, and of all running jobs
-PLANNING = ".planning"
-JOBS = ".jobs"
+PLANNING = ".planning"  # lease of the planning job
+JOBS = ".jobs"  # leases of all running jobs
 NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
 TRAINING_CHARS = 50_000_000  # most characters to train a tokenizer on
 

@@ -51,9 +51,8 @@ EXAMPLE_CHARS = 1600  # longest printed example
 CHARS_PER_TOKEN = 4  # approximately
 SHARD_BYTES = 64 << 20  # bytes of a file for each shard
 DEFAULT_TOKENIZER = "openai-community/gpt2"
-# share of the rows for validation, and fewest rows
-VALIDATION_SHARE = 0.05
-MIN_VALIDATION = 5
+VALIDATION_SHARE = 0.05  # share of the rows for validation
+MIN_VALIDATION = 5  # fewest rows for validation
 COMMENTS = {  # comments on lines of the recipe
     f"tokenizer: {DEFAULT_TOKENIZER}": "use the tokenizer of your model",
     "strict: false": "skip rows that cannot be read, see above",

@@ -25,7 +25,7 @@ EVALUATION = "emo.eval.cli:main"
 SWEEPS = "emo.experiments.cli:main"
 GROUPS = {
     "Data": {
-        "sniff": Command(DATA, "detect the format of a data file and print a recipe for it"),
+        "sniff": Command(DATA, "detect the format of a data file and print the data section of a recipe"),
         "prepare": Command(DATA, "tokenize the data of a recipe into shards"),
         "inspect": Command(DATA, "show prepared rows with the supervised tokens in colour"),
         "verify": Command(DATA, "check prepared data: hashes, tokenizer and every row"),
@@ -110,7 +110,7 @@ def _dispatch(argv: list[str] | None) -> int:
         return _help(words[1])
     from emo import __version__
     from emo.common.cli.commands import parse_arguments
-    from emo.common.errors import ExitCode, similar
+    from emo.common.errors import ExitCode, UserError, similar
 
     if words[:1] == ["version"]:
         print(f"emo {__version__}")
@@ -126,14 +126,14 @@ def _dispatch(argv: list[str] | None) -> int:
         match = next((name for name, others in OTHER_COMMANDS.items() if words[0] in others.split()), None)
         match = match or similar(words[0], [*COMMANDS, *OWN])
         hint = f"did you mean `emo {match}`?" if match else "`emo help` lists the commands"
-        parser.exit(ExitCode.MISTAKE, f"error: unknown command {words[0]!r}; {hint} [usage]\n")
+        raise UserError(f"unknown command {words[0]!r}; {hint}", code="usage")
     parse_arguments(parser, words[:1])
     return ExitCode.DONE
 
 
 def _help(topic: str) -> int:
     """Print the help of a command, or explain an error code."""
-    from emo.common.errors import ExitCode, similar
+    from emo.common.errors import ExitCode, UserError, similar
     from emo.common.explain import error_index, explain_code
 
     if topic in COMMANDS or topic.startswith("-"):
@@ -143,8 +143,7 @@ def _help(topic: str) -> int:
         return ExitCode.DONE
     match = similar(topic, [*COMMANDS, *error_index()])
     hint = f"did you mean {match}?" if match else "`emo help` lists the commands"
-    print(f"error: {topic!r} is neither a command nor an error code; {hint} [usage]", file=sys.stderr)
-    return ExitCode.MISTAKE
+    raise UserError(f"{topic!r} is neither a command nor an error code; {hint}", code="usage")
 
 
 def _top_parser() -> argparse.ArgumentParser:
@@ -183,7 +182,7 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
 
     parsers: dict[str, argparse.ArgumentParser] = {"quickstart": quickstart.make_parser()}
     parsers["train"] = rank.make_parser()
-    for parser in (data.make_parser(), training.make_parser(), evaluation.parser()):
+    for parser in (data.make_parser(), training.make_parser(), evaluation.make_parser()):
         for commands in (action.choices for action in parser._actions if isinstance(action.choices, dict)):
             for name, command in commands.items():
                 (form,) = {a.metavar for a in command._actions if name == "report" and a.nargs == "+"} or {""}
@@ -201,17 +200,13 @@ def has_experiments() -> bool:
 
 def run(words: list[str]) -> int:
     """Run the subcommand words[0]."""
-    from emo.common.errors import ExitCode
-    from emo.common.text import printable
+    from emo.common.errors import UserError
 
     if words[0] == "report" and (path := _first_path(words[1:])) is not None and not path.exists():
-        hint = "set a run directory or a results directory"
-        print(f"error: {printable(str(path))} does not exist; {hint} [no-run]", file=sys.stderr)
-        return ExitCode.MISTAKE
+        raise UserError(f"{path} does not exist; set a run directory or a results directory", code="no-run")
     if words[0] in NEED_CHECKOUT and not has_experiments():
         problem = "needs a checkout of the repository, not an installed wheel"
-        print(f"error: emo {words[0]} {problem} [needs-checkout]", file=sys.stderr)
-        return ExitCode.MISTAKE
+        raise UserError(f"emo {words[0]} {problem}", code="needs-checkout")
     functions = _reports(words[1:]) if words[0] == "report" else [COMMANDS[words[0]].function]
     code = 0
     options: dict[str, Any] = {}

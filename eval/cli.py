@@ -29,7 +29,7 @@ EXPORT_HELP = "also export each result: lm-eval=DIR, hf=DIR (in DIR/NAME) or wan
 GATED = (*ALWAYS, ExitCode.REGRESSION)
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     top = Parser(prog="emo")
     commands = top.add_subparsers(dest="command", required=True)
@@ -311,7 +311,7 @@ def say(text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code. Errors are one line on stderr, except bugs."""
-    args = parse_arguments(parser(), argv)
+    args = parse_arguments(make_parser(), argv)
     # Many evaluations may run at once, so none may use all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Before torch is imported: spinning threads make a token 20 times slower on busy cores.

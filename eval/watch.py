@@ -147,9 +147,8 @@ class Target:
 
 def find_targets(run_dir: Path) -> list[Target]:
     """Return the models in a run directory, oldest first, complete or not."""
-    # `.` has no name
     result = []
-    run = clean_name(run_dir.absolute().name)
+    run = clean_name(run_dir.absolute().name)  # `.` has no name
     for path in checkpoints(run_dir):
         if (path / HF).is_dir():
             result.append(Target(f"{run}-{path.name}", path / HF, checkpoint=path))

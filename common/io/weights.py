@@ -14,16 +14,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import UserError, one_line
+from ..errors import UserError, iterate_causes, one_line
 from .untrusted import is_plain_name, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is used; each may be sharded
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
+# Classes of errors that libraries raise if the Hub cannot be reached.
+OFFLINE = ("ConnectError", "ConnectionError", "ConnectTimeout", "OfflineModeIsEnabled")
 ADAPTER_FILE = "adapter_model.safetensors"  # the adapter file that transformers reads next to a model
 # Names of the longest sequence in most configurations, those of GPT-2, of MPT and DBRX, and others.
-OFFLINE = ("ConnectError", "ConnectionError", "ConnectTimeout", "OfflineModeIsEnabled")  # types of errors
 CONTEXT_KEYS = ["max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"]
 CONTEXT_KEYS += ["model_max_length"]
 # Attention masks in old checkpoints, which models now compute.
@@ -76,14 +77,10 @@ def load_model_config(source: str | Path, revision: str | None = None) -> Any:
 def explain_hub_error(name: str, error: BaseException) -> str:
     """Return why a model or tokenizer of the Hub cannot be read, and what to do about it."""
     access = f"accept its licence at https://huggingface.co/{name} and set HF_TOKEN to your token"
-    causes = [str(error)]
-    link: BaseException | None = error
-    while link is not None and len(causes) < 8:
-        causes.append(type(link).__name__)
-        link = link.__cause__ or link.__context__
-    if any("gated" in cause.lower() for cause in causes):
+    kinds = [type(cause).__name__ for cause in iterate_causes(error)]
+    if any("gated" in text.lower() for text in (str(error), *kinds)):
         return f"{name} is gated: {access}"
-    if any(cause in OFFLINE for cause in causes):
+    if any(kind in OFFLINE for kind in kinds):
         return f"{name} is not a directory, and the Hub cannot be reached. Name a directory, or connect once"
     problem = f"{name} is neither a directory nor an accessible model of the Hub ({type(error).__name__})"
     return f"{problem}. If it is gated, {access}"

@@ -76,9 +76,8 @@ class ChatEncoder:
         for example in self.writer.examples(chat):
             ids: list[int] = []
             supervised = []
-            # the end of the encoded text, and the special token before it
-            done = 0
-            end = ""
+            done = 0  # end of the encoded text
+            end = ""  # special token before it
             for number, answer in enumerate(example.answers, 1):
                 # Some tokenizers add a space after a special token, so it is encoded with the context.
                 context = self._encode_stretch(end + example.text[done : answer.start], self._beginning).ids

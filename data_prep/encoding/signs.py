@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from .chat_templates import THINK
 
-# the first sign, and the largest number of signs
-FIRST = 0x100000
-MAX_SIGNS = 0xFFF0
+FIRST = 0x100000  # the first sign
+MAX_SIGNS = 0xFFF0  # largest number of signs
 SIGN = re.compile(f"[{chr(FIRST)}-{chr(FIRST + MAX_SIGNS)}]")
 TAGS = re.compile(rf"{THINK}|</?tool_response>")  # templates look for these at the ends of a content
 STEERING = ("role", "type", "id", "tool_call_id", "index")  # keys whose values control a template

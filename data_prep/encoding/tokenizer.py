@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import sha256
 from emo.common.io.untrusted import parse_json, read_json
+from emo.common.io.weights import explain_hub_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,7 +34,7 @@ FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *
 CHAT_TEMPLATE = "chat_template.jinja"  # in older tokenizers it is in tokenizer_config.json
 FILE_BYTES = 256 << 20  # largest file of a tokenizer. The largest published ones have 35 MB
 MAX_IDS = 1 << 24
-# types of sentencepiece pieces
+# Types of sentencepiece pieces.
 NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
@@ -317,11 +318,7 @@ def _local(path: str | Path, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(str(path), revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
     except Exception as error:  # no id, offline, not found, gated: many classes
-        raise UserError(
-            f"tokenizer {path} cannot be loaded ({one_line(error, 200)}): not a local directory, a .model "
-            "file or an accessible hub id. For a gated repo, accept its licence and set HF_TOKEN",
-            code="tokenizer",
-        ) from None
+        raise UserError(f"tokenizer {explain_hub_error(str(path), error)}", code="tokenizer") from None
 
 
 def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:

@@ -28,7 +28,7 @@ BAR = 40  # characters of the longest bar
 SUPERVISED = "bold green"
 CONTEXT = "dim"
 MARK = "bold yellow"
-# around supervised text without colours
+# Around supervised text without colours.
 OPEN = "⟦"
 CLOSE = "⟧"
 

@@ -202,9 +202,8 @@ class TextJob(ABC):
     directory: Path  # of the published texts
 
     chunk = 64  # rows, the most work that a killed process loses
-    # of the progress bar: largest number of texts per row
-    unit = "text"
-    per_row = 1
+    unit = "text"  # of the progress bar
+    per_row = 1  # largest number of texts per row
 
     def __init__(self, engine: Transformers, tokens: int, out: Path) -> None:
         if tokens < 1:

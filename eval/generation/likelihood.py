@@ -22,7 +22,7 @@ from ..models.model import EvaluatedModel
 from ..models.prefix_scorer import PrefixScorer, batches
 from ..results.stats import Estimate, ratio
 
-# bytes of logits in memory at once, per model
+# Bytes of logits in memory at once, per model.
 LOGITS_CPU = 64 << 20
 LOGITS_GPU = 512 << 20
 TAILS = 8  # most continuations that share the keys and values of their prefix in a row

@@ -282,7 +282,7 @@ def _descend(weights: Tensor, random: Tensor, rounding: Tensor) -> tuple[Tensor,
     sums = torch.zeros(rows, vocabulary + 1, dtype=torch.float64, device=weights.device)
     torch.cumsum(weights, dim=-1, dtype=torch.float64, out=sums[:, 1:])
     left = torch.zeros(rows, 1, dtype=torch.int64, device=weights.device)
-    # cumulated weight at both ends of the node
+    # Cumulated weight at both ends of the node.
     below = sums[:, :1]
     above = sums[:, -1:]
     margin = torch.full_like(below, math.inf)

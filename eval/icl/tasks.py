@@ -25,7 +25,7 @@ from ..results.directory import MODEL, SAMPLES
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
-# columns of canonical rows, in addition to the inputs
+# Columns of canonical rows, in addition to the inputs.
 LABEL = "label"
 GROUP = "group"
 ROW = "row"

@@ -41,9 +41,8 @@ HUB = ("tatsu-lab/alpaca_eval", "alpaca_eval.json")  # the only set on the hub
 INSTRUCTION = ("instruction", "Instruction", "prompt", "question", "text", "conversations")
 ID = ("id", "question_id", "idx")
 
-# OWN_TEMPLATE: the template of the tokenizer
 AUTO = "auto"
-OWN_TEMPLATE = "chat_template"
+OWN_TEMPLATE = "chat_template"  # the template of the tokenizer
 TEMPLATE_CHOICES = (AUTO, *(name for name in VERSIONS if name not in BUILT_IN))
 
 VERSION = 1  # of everything that affects an answer

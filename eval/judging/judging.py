@@ -31,7 +31,7 @@ from .judges import Judge, messages
 from .pairs import EXCHANGED, Judged, Pair, Pairs, judged_row
 
 VERSION = 2  # of everything that affects a reply
-# why a pair was not judged
+# Reasons why a pair was not judged.
 IDENTICAL = "identical"
 NO_ROOM = "no_room"
 FORMATS = ("jsonl", "openai")

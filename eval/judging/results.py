@@ -52,9 +52,8 @@ REMARKS = {
     "empty_b": "answers of B are empty",
 }
 
-# random signs, in total and at a time
-DRAWS = 5_000
-BATCH = 500
+DRAWS = 5_000  # random signs in total
+BATCH = 500  # random signs at a time
 FOLDS = 5  # of AlpacaEval's cross-validation
 MIN_SCORES = 2 * FOLDS  # for a length-controlled win rate
 TINY_WEIGHT = 1e-12

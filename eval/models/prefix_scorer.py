@@ -47,7 +47,7 @@ FORWARD = "forward"
 METHODS = {TREE: "prompts with shared prefixes", ROWS: "full prompts", FORWARD: "one full prompt at a time"}
 LONGER = 1.25  # compare again when a prompt is longer than those compared by this factor
 HEAD_BYTES = 64 << 20  # size of the logits in memory at once
-# tokens that keep the device busy. Larger batches avoid padding.
+# Tokens that keep the device busy. Larger batches avoid padding.
 DENSE_CPU = 1024
 DENSE_GPU = 16384
 PADDING = 0.08  # largest share of padding in such a batch
@@ -383,8 +383,7 @@ class PrefixScorer:
         nll = torch.cat(parts)
         if self._ignored is not None:
             nll = nll.masked_fill(targets == self._ignored, 0.0)
-        # of tokens 2..N
-        losses = nll.cpu().numpy()
+        losses = nll.cpu().numpy()  # of tokens 2..N
         split = len(prompt.prefix) - 1
         tails = [losses[split + prompt.unscored(k) :].sum() for k in range(len(prompt.tails))]
         return ItemScore(float(losses[:split].sum()), np.array(tails, dtype=np.float64))

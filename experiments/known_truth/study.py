@@ -42,9 +42,8 @@ from .contestants import Contestant
 
 TRUTH_SEED = 77
 FACTOR = 3.0  # between neighbouring learning rates
-# limits of learning rates
-SLOWEST = 1e-5
-FASTEST = 1.0
+SLOWEST = 1e-5  # smallest learning rate
+FASTEST = 1.0  # largest learning rate
 MAP = "map.json"  # verdicts for `emo advise`
 POST_HOC = "post-hoc "  # prefix of the labels of objectives that are applied to the baseline
 

@@ -86,9 +86,9 @@ def _check_command(words: list[str], measure: str) -> None:
 @functools.cache
 def _evaluation_parser() -> argparse.ArgumentParser:
     """Return the parser of evaluation commands, which takes long to build."""
-    from emo.eval.cli import parser
+    from emo.eval.cli import make_parser
 
-    return parser()
+    return make_parser()
 
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:

@@ -60,7 +60,7 @@ from emo.data_prep.config import VALIDATION as UNNAMED
 Overrides = dict[str, Any]
 Labels = tuple[tuple[str, str], ...]  # (axis, label) in the file's order
 RESULTS = "results.json"  # results of a sweep or study in its `out`
-# metrics of every run
+# Metrics of every run.
 VALIDATION = "validation_nll"
 CHANGE = "validation_change"
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures

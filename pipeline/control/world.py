@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import OutOfMemoryError
 from torch.distributed import distributed_c10d
 
-from emo.common.errors import PERMANENT, ExitCode, UserError, may_pass, one_line
+from emo.common.errors import PERMANENT, ExitCode, UserError, iterate_causes, may_pass, one_line
 
 from .heartbeat import find_late_rank, is_accounted_for
 from .run_dir import RANKS, TRACE
@@ -170,13 +170,11 @@ def lost_a_peer(error: Exception) -> bool:
 
 def broken_device(error: BaseException, signs: re.Pattern[str] = DEVICE) -> bool:
     """Return whether a device or driver of this host caused the error, directly or through its causes."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in iterate_causes(error):
         if isinstance(cause, RuntimeError) and not isinstance(cause, OutOfMemoryError):
             text = str(cause).lower()
             if signs.search(text) and not NEITHER.search(text):
                 return True
-        cause = cause.__cause__ or cause.__context__
     return False
 
 

@@ -73,9 +73,8 @@ class Engine:
         )
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / settings["lr"] * group.get("ratio", 1.0) for group in groups]
-        self.frozen = (
-            sum(gather_objects(frozen_sum(self.model, world.rank))) % 2**64
-        )  # identifies the weights that adapters belong to
+        # It identifies the weights that adapters belong to.
+        self.frozen = sum(gather_objects(frozen_sum(self.model, world.rank))) % 2**64
         for layer in layers:
             layer.forward = torch.compile(layer.forward)
         if compiled and not layers:

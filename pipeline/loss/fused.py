@@ -166,7 +166,7 @@ def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, limit:
     return min(limit, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
 
 
-# weights from 2^-20 to 2^20, in steps of a quarter of an octave
+# Weights from 2^-20 to 2^20, in steps of a quarter of an octave.
 LOWEST = -20
 HIGHEST = 20
 PER_OCTAVE = 4
@@ -443,9 +443,8 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the fused loss was differentiated twice; run its forward pass again")
-        # free them as soon as autograd is done
         gradients = ctx.gradients
-        ctx.gradients = None
+        ctx.gradients = None  # autograd needs them no more, so they are freed early
         factor = d_loss if ctx.factor is None else d_loss * ctx.factor
         scaled = (materialize_grad(*pair, factor) for pair in zip(gradients, ctx.dtypes, strict=True))
         return (*scaled, None, None, None, None, None)
@@ -496,7 +495,7 @@ class _BatchChunks:
         self.teacher = teacher
         self.stored = stored
         self.triton = spec.uses_triton(x)
-        self.plan = plan.to_device(x.device)
+        self.on_device = plan.to_device(x.device)
         self.cost = _prepare_cost(spec.cost, weight, x)
         objective = spec.terms.objective
         beyond_teacher = objective.uses_target or spec.terms.label_smoothing or spec.terms.z_loss
@@ -510,14 +509,14 @@ class _BatchChunks:
         if self.cost is not None and self.with_targets:
             group = group_size(V, x.dtype, x.device, self.size)
             dtype = None if self.triton else statistics_dtype(x.dtype)
-            self.rows = open_rows(self.cost, plan, self.plan, dtype, group, self.size)
+            self.rows = open_rows(self.cost, plan, self.on_device, dtype, group, self.size)
         self.reader = LogitReader(x, weight, bias, spec.logit_scale, self.size)
 
     def process(self, start: int) -> tuple[Tensor, Tensor, Tokens]:
         """Return what `run_chunks` yields for the chunk that begins with token `start` of the plan."""
-        part = slice(start, min(start + self.size, len(self.plan.positions)))
-        positions = self.plan.positions[part]
-        z, chunk = self.reader.read(start, positions, self.plan.labels[part], self.stored)
+        part = slice(start, min(start + self.size, len(self.on_device.positions)))
+        positions = self.on_device.positions[part]
+        z, chunk = self.reader.read(start, positions, self.on_device.labels[part], self.stored)
         if self.teacher is None:
             tokens = process_chunk(z, chunk, self.rows, self.terms, self.gradient, self.triton)
         else:

@@ -184,14 +184,12 @@ def _complete(
     loss, A, B, C = coefficients
     smoothing = terms.label_smoothing
     scale = terms.objective.logit_scale
-    share = None  # smoothed targets come with a logit scale of 1
-    target = torch.zeros_like(m)
+    share = None
     if terms.objective.smoothing is not None and stats.kernel_sum is not None and stats.kernel_z is not None:
         total = 1 + stats.kernel_sum  # the target's kernel is 1
         weight = terms.objective.smoothing.weight
         loss = loss + weight * (z_y * stats.kernel_sum - stats.kernel_z) / total
-        share = (1 - smoothing) * weight / total
-        target = share * stats.kernel_sum
+        share = (1 - smoothing) * weight / total  # smoothed targets have a logit scale of 1
     lse = z_y + m
     if stats.z_mean is not None:
         loss = (1 - smoothing) * loss + smoothing * (lse - stats.z_mean)
@@ -200,11 +198,13 @@ def _complete(
     keep = 1 - smoothing
     extra = smoothing + 2 * terms.z_loss * lse  # times p_i, for every i
     uniform = smoothing / vocab_size
-    target = target + extra * p_y - keep * others * A - uniform
+    target = extra * p_y - keep * others * A - uniform
     if B is not None:
         target = target - keep * B * D
     if C is not None and stats.H is not None and log_others is not None:
         target = target + keep * C * others * (stats.H - log_others)
+    if share is not None and stats.kernel_sum is not None:
+        target = target + share * stats.kernel_sum
     a, beta, kappa = _ratios(
         keep * common + extra, None if B is None else keep * B, None if C is None else keep * C
     )
@@ -295,7 +295,7 @@ class TorchRows:
             part = z[start : start + self.step]
             if scale != 1.0:
                 unscaled.append(torch.logsumexp(part, 1))
-                unscaled_D.append(self._dot_rows(torch.softmax(part, 1), self._cost_rows(), start))
+                unscaled_D.append(self._dot_costs(torch.softmax(part, 1), start))
                 part.mul_(scale)
             if "H_top" in needs:
                 likeliest.append(largest_logits(part))
@@ -311,7 +311,7 @@ class TorchRows:
                 entropy.append(-p_log_p.sum(1))
         return Statistics(
             torch.cat(lse),
-            self._dot_rows(z, self._cost_rows(), 0),
+            self._dot_costs(z, 0),
             target_logit,
             offset,
             z_mean,
@@ -350,23 +350,24 @@ class TorchRows:
         z.scatter_(1, self.y, torch.finfo(z.dtype).min / 2)
         return target_logit, offset, z_mean
 
-    def _cost_rows(self) -> Tensor | None:
-        return None if self.costs is None else self.costs.rows
-
     def _apply_kernel(self) -> tuple[Tensor | None, Tensor | None]:
         """Set the kernel of smoothed targets. Return its sum and its sum times the logits, each [k]."""
         smoothing = self.terms.objective.smoothing
         if smoothing is None or self.costs is None:
             return None, None
+        index = self.costs.row_index
         self.kernel = smoothing.kernel(self.costs.rows)
-        self.kernel[self.costs.row_index, self.chunk.labels] = 0
-        return self.kernel.sum(1)[self.costs.row_index], self._dot_rows(self.z, self.kernel, 0)
+        self.kernel[index, self.chunk.labels] = 0
+        return self.kernel.sum(1)[index], self._dot_rows(self.z, self.kernel, index)
 
-    def _dot_rows(self, p: Tensor, rows: Tensor | None, start: int) -> Tensor:
-        """Return sum_i p_i r_i for p [n, V] of the tokens from `start` and their rows r by cost row, [n]."""
-        if self.costs is None or rows is None:
+    def _dot_costs(self, p: Tensor, start: int) -> Tensor:
+        """Return sum_i p_i c_i for probabilities p [n, V] of the rows from `start`, [n]."""
+        if self.costs is None:
             return p.new_zeros(len(p))
-        index = self.costs.row_index[start : start + len(p)]
+        return self._dot_rows(p, self.costs.rows, self.costs.row_index[start : start + len(p)])
+
+    def _dot_rows(self, p: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        """Return the products [n] of p [n, V] with the rows [w, V] at `index` [n]."""
         if not self.row_loop:
             return torch.linalg.vecdot(p, rows[index])
         pairs = zip(p.unbind(), index.tolist(), strict=True)

@@ -44,9 +44,8 @@ from .readers import check_exported_tokenizer, saved_names, saved_tensors, write
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
     from ..engine.engine import Engine
 
-# rows of the data, and tokens of each, that the tokenizer is checked on
-SAMPLE_ROWS = 16
-SAMPLE_TOKENS = 256
+SAMPLE_ROWS = 16  # rows of the data on which the tokenizer is checked
+SAMPLE_TOKENS = 256  # tokens of each of these rows
 SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding. A wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}

@@ -29,7 +29,7 @@ from emo.common.io.files import write_text
 from emo.data_prep.encoding.tokenizer import PROBES, load_tokenizer
 
 CONFIG = "config.json"
-# layer types of families with two kinds of RoPE
+# Layer types of families with two kinds of RoPE.
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
 # Names of RoPE's settings in transformers 4, unless they are rope_theta and partial_rotary_factor.

@@ -34,9 +34,8 @@ from ..control.run_dir import LOG
 from ..control.stop import CONSOLE
 
 Kind = Literal["terminal", "lines", "json", "quiet"]
-# shortest seconds between redraws, and between plain lines of progress
-DRAW_EVERY = 0.2
-LINE_EVERY = 10.0
+DRAW_EVERY = 0.2  # shortest seconds between redraws
+LINE_EVERY = 10.0  # shortest seconds between plain lines of progress
 REMEMBERED = 20  # recent messages that are not shown again
 RECENT = 20  # recent steps that the shown speed is averaged over
 ENDS = ("finished", "stopped")  # events that --quiet shows

@@ -37,7 +37,7 @@ TRAINING = {
         "Mean cost to move the model's probabilities to the target. `null` if it is not computed.",
     ),
     "divergence": Key(
-        "nats per token",
+        TOKEN,
         "Mean divergence from the teacher, unweighted. `tv` and `demd_dense` are not in nats.",
         "the objective has a teacher",
     ),

@@ -54,7 +54,7 @@ FILLED = {"RECIPE": "recipe.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": 
 FILLED |= {"HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none", "FILE": "table2"}
 PARSERS = {
     "pipeline": "import sys; from emo.pipeline.cli import make_parser as p; p().parse_args(sys.argv[1:])",
-    "eval": "import sys; from emo.eval.cli import parser; parser().parse_args(sys.argv[1:])",
+    "eval": "import sys; from emo.eval.cli import make_parser; make_parser().parse_args(sys.argv[1:])",
     "data_prep": "import sys; import emo.data_prep.cli as m; args = "
     "m.parse_arguments(m.make_parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
 }

@@ -277,9 +277,10 @@ class TritonRows:
         """Overwrite the rows by G."""
         smooths = update.share is not None
         pointers, flags, width = self._common(with_cost=update.beta is not None or smooths)
-        optional = (update.kappa, update.scale, update.share)
-        kappa, scale, share = (self.lse if x is None else x for x in optional)  # an unused pointer
-        beta = torch.zeros_like(self.lse) if update.beta is None else update.beta
+        # The kernel reads beta with costs, so smoothed targets without a transport part need zeros.
+        zeros = torch.zeros_like(self.lse) if smooths and update.beta is None else None
+        optional = (update.beta if zeros is None else zeros, update.kappa, update.scale, update.share)
+        beta, kappa, scale, share = (self.lse if x is None else x for x in optional)  # an unused pointer
         target = update.target if self.cap_slope is None else update.target * self.cap_slope
         gradient_kernel[(len(self.logits),)](
             *pointers, self.lse, beta, kappa, scale, target,

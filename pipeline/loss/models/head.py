@@ -26,12 +26,12 @@ from ..fused import LossSums, Spec, apply_fused, make_spec
 from ..objectives import Objective
 from ..teacher import Teacher, TeacherBatch, TeacherModel, TopK
 
-# keys of a model's inputs for a TopK
+# Keys of a model's inputs for a TopK.
 TEACHER_IDS = "teacher_ids"
 TEACHER_LOG_P = "teacher_log_p"
 VARLEN = "varlen"  # the attention of varlen.py
 DOMAIN = "domain"  # key of a micro-batch for the domain of each row, int64 [b]
-# transformers' keys for the results of `segments`
+# Keys of transformers for the results of `segments`.
 BOUNDS = "cu_seq_lens_q"
 LONGEST = "max_length_q"
 SEGMENTS = (BOUNDS, "cu_seq_lens_k", LONGEST, "max_length_k")

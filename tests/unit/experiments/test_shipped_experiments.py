@@ -16,7 +16,7 @@ import pytest
 from emo.__main__ import COMMANDS, EVALUATION
 from emo.common.config import recipe
 from emo.common.config.recipe import Section, load_section
-from emo.eval.cli import parser
+from emo.eval.cli import make_parser
 from emo.eval.icl.tasks import PAPER_ORDER, load_task
 from emo.experiments.cli import main
 from emo.experiments.evidence import Evidence
@@ -78,7 +78,7 @@ def test_measures_are_commands_of_the_evaluator(name: str) -> None:
     for stage in (*sweep.before(), *sweep.stages(first, first), *sweep.stages(last, first)):
         if stage.command[1:3] != ["-m", "emo"] or COMMANDS[stage.command[3]].function != EVALUATION:
             continue
-        arguments = parser().parse_args(stage.command[3:])
+        arguments = make_parser().parse_args(stage.command[3:])
         if arguments.command == "eval" and arguments.tasks != "all":
             assert [load_task(task).name for task in arguments.tasks.split(",")] == list(PAPER_ORDER)
         if arguments.command in ("eval", "generate", "answer"):
