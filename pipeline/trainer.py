@@ -30,6 +30,7 @@ from emo.data_prep.shards.format import TokenDataset
 from .batches.loader import Batches, Loader, StepBatch, check_content, rank_rows
 from .batches.on_policy import OnPolicy
 from .checkpoint import copies, identity
+from .checkpoint.branch import check_branch, fetch_branch
 from .checkpoint.saver import (
     Saved,
     Saver,
@@ -55,9 +56,9 @@ from .control.world import (
     run_on_main,
     set_timeout,
 )
-from .engine.config import lr_at
 from .engine.devices import device_name
 from .engine.engine import Engine
+from .engine.schedule import lr_at
 from .engine.totals import StepTotals
 from .model.build import build_model, check_model, packed, write_initial_weights
 from .model.export import export_model
@@ -165,6 +166,7 @@ class Trainer:
             self.lock.acquire()
             copies.restore(config, self.plan.identity)
             identity.check_run_dir(config, self.plan.identity)  # again: another launch may have held the lock
+            check_branch(config, self.plan.identity, len(self.plan.data))
             if not (config.output_dir / CONFIG).is_file():  # left by a launch that never claimed the run
                 shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
             self.launch.report_previous_failure()
@@ -216,12 +218,16 @@ class Trainer:
         return (self.plan.data, *self.plan.validation.values())
 
     def _find_checkpoint(self) -> Saved | None:
-        """Return the newest valid checkpoint, from the run directory or else from train.copy_to."""
+        """Return the newest valid checkpoint of the run, of its copy, or of the run that it branches off."""
         saved = newest_valid(self.config.output_dir, self.world)
         target = self.config.train.copy_to
         if saved is None and target is not None:
             with self.lock.activity("fetching a checkpoint"):
-                saved = fetch_newest(self.config.output_dir, target, self.world)
+                copy = raise_on_all_ranks(lambda: copies.RunCopy(target))
+                saved = fetch_newest(self.config.output_dir, copy, self.world)
+        if saved is None and self.config.train.decay_from is not None:
+            with self.lock.activity("fetching a checkpoint"):
+                saved = fetch_branch(self.config, self.world)
         if saved is None and checkpoints(self.config.output_dir):
             log.warning("restarting from step 0")
         return saved

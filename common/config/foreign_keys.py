@@ -35,6 +35,9 @@ _FOREIGN_NAMES = {
     "train.max_steps": "steps max_iters",
     "train.max_grad_norm": "gradient_clipping gradient_clip_val clip_grad grad_clip clip",
     "train.lr_scheduler_type": "lr_scheduler schedule",
+    "train.warmup_steps": "num_warmup_steps warmup_iters",
+    "train.decay_steps": "num_decay_steps",
+    "train.min_lr_ratio": "min_lr min_lr_rate cosine_min_lr_ratio lr_scheduler_kwargs",
     "train.optimizer": "optim",
     "train.eps": "adam_epsilon",
     "train.betas": "adam_beta1 adam_beta2",
@@ -72,7 +75,6 @@ UNSUPPORTED_KEYS = {
         "preprocessing_num_workers dataset_num_proc dataset_processes num_proc": _WORKERS,
         "sources.type": "remove it: set data.kind, data.template and columns instead",
         "enable_thinking": "set data.template_variables={enable_thinking: true}, or false",
-        "warmup_steps": "set train.warmup_ratio, a share of the steps",
         "ddp_timeout": "set train.timeout_minutes, in minutes instead of seconds",
         "gradient_accumulation_steps grad_accum gradient_accumulation": "remove it: it "
         "follows from train.global_batch_size (rows per step on all ranks) and train.micro_batch_size",
@@ -87,6 +89,9 @@ UNSUPPORTED_KEYS = {
 }
 # Parts of unsupported values, and what to do instead.
 UNSUPPORTED_VALUES = {
+    "constant_with_warmup": "constant has a warm-up too",
+    "min_lr": "set lr_scheduler_type=cosine and train.min_lr_ratio",
+    "wsd": "set lr_scheduler_type=warmup_stable_decay",
     "8bit": "8-bit optimizers are not supported: ZeRO shards the optimizer over the ranks (deepspeed=...)",
     "paged": "set deepspeed=ds_configs/zero3_offload.json to keep the optimizer in host memory",
 }

@@ -108,3 +108,18 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
     rows = math.ceil(batch / ranks)  # per rank
     accumulation = math.ceil(rows / micro)
     return Batch(batch, math.ceil(rows / accumulation), accumulation, ranks)
+
+
+def count_steps(train: BatchConfig, rows: int) -> int:
+    """Return the number of steps of a run. Raises UserError if `rows` of the epochs are less than a batch."""
+    if train.max_steps is not None:
+        return train.max_steps
+    epochs = train.num_train_epochs or 0
+    batches = epochs * rows / train.global_batch_size
+    if batches < 1:
+        amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
+        raise UserError(
+            f"{amount} are less than a batch. Set a smaller train.global_batch_size", code="batch-size"
+        )
+    # Without a mixture, the last step has rows of the next epoch if needed, so that every row is seen.
+    return math.ceil(batches - 1e-9) if train.mixture is None else int(batches)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,13 @@ def check_keys(config: RunConfig) -> None:
         compare_keys(config.output_dir, recorded, newest, config)
 
 
-def compare_keys(where: Path | str, recorded: Mapping[str, Any], newest: int, config: RunConfig) -> None:
+def compare_keys(
+    where: Path | str,
+    recorded: Mapping[str, Any],
+    newest: int,
+    config: RunConfig,
+    others: Collection[str] = (),
+) -> None:
     """Raise UserError for every key of a run's config.yaml that the recipe must not change, but changes.
 
     Fields marked `free` may change. The mixture may change if `train.mixture_from` is set.
@@ -44,11 +50,12 @@ def compare_keys(where: Path | str, recorded: Mapping[str, Any], newest: int, co
         recorded: the content of config.yaml.
         newest: step of the newest checkpoint.
         config: the recipe.
+        others: more keys that may change.
     """
     train = config.train
     mistakes: list[UserError] = []
     mixture_changed = False
-    free = (*marked(RunConfig, FREE), MIXTURES, IDENTITY)
+    free = (*marked(RunConfig, FREE), MIXTURES, IDENTITY, *others)
     for key, before, now in iterate_changes(recorded, yaml.safe_load(dump_config(config))):
         if any(f"{key}.".startswith(f"{prefix}.") for prefix in free):
             continue

@@ -229,8 +229,10 @@ def _read_pieces(
 class RunCopy:
     """Reads the copy of a run. Raises UserError or FailureError if the store cannot be read."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, key: str = "train.copy_to") -> None:
+        """Open the copy at the address `target`, which the recipe names in `key`."""
         self.target = target
+        self.key = key
         with self._explain_errors():
             self._store = open_store(target)
 
@@ -239,7 +241,7 @@ class RunCopy:
         try:
             yield
         except Exception as error:  # stores raise anything
-            problem = f"train.copy_to={self.target} cannot be read ({one_line(error, 200)})"
+            problem = f"{self.key}={self.target} cannot be read ({one_line(error, 200)})"
             lasting = isinstance(
                 error, PERMANENT | ImportError | ValueError
             )  # rights, a package, the address
@@ -262,10 +264,14 @@ class RunCopy:
         for name in (*RECORDS, *validation, CONFIG):
             self.fetch_record(name, run_dir)
 
+    def read_record(self, name: str) -> bytes | None:
+        """Return the content of a record, or None if there is none."""
+        with self._explain_errors():
+            return self._store.read(name)
+
     def fetch_record(self, name: str, directory: Path) -> bool:
         """Write a record below `directory`, and return whether there is one."""
-        with self._explain_errors():
-            content = self._store.read(name)
+        content = self.read_record(name)
         if content is None:
             return False
         (directory / name).parent.mkdir(parents=True, exist_ok=True)

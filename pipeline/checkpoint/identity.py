@@ -40,7 +40,7 @@ from emo.data_prep.shards.scores import Scores
 from ..batches.config import Batch, MixtureConfig
 from ..batches.order import MixtureStart
 from ..config import RunConfig, dump_config
-from ..control.run_dir import CONFIG, checkpoints, step_of
+from ..control.run_dir import CONFIG, TRUNK, checkpoints, step_of
 from ..engine.ds_config import decisive_settings
 from ..loss.objectives import OBJECTIVES, Objective
 from .claims import IDENTITY, MIXTURES, NEW_DIRECTORY, compare_keys, iterate_changes
@@ -201,7 +201,7 @@ def check_unchanged(where: Path | str, before: Any, now: Identity) -> None:
 
 def mixture_history(config: RunConfig) -> list[MixtureStart]:
     """Return the mixtures that the run was trained with, and the recipe's, in the order of their steps."""
-    recorded = _recorded_mixtures(config.output_dir)
+    recorded = _recorded_mixtures(config)
     now = config.train.mixture
     start = config.train.mixture_from
     if not recorded or recorded[-1].mixture == now:
@@ -213,16 +213,18 @@ def mixture_history(config: RunConfig) -> list[MixtureStart]:
 
 def check_mixture(config: RunConfig, step: int) -> None:
     """Raise UserError if the mixture changes at another step than `step`, from which the run continues."""
-    recorded = _recorded_mixtures(config.output_dir)
+    recorded = _recorded_mixtures(config)
     if recorded and recorded != mixture_history(config) and config.train.mixture_from != step:
         problem = f"train.mixture_from={config.train.mixture_from}, but the run continues from step {step}"
         cure = f"set train.mixture_from={step}, or restore the old train.mixture"
         raise UserError(f"{problem}; {cure}", code="mixture-step")
 
 
-def _recorded_mixtures(run_dir: Path) -> list[MixtureStart]:
-    """Return the mixtures in config.yaml, or none if the run directory is not claimed."""
-    path = run_dir / CONFIG
+def _recorded_mixtures(config: RunConfig) -> list[MixtureStart]:
+    """Return the mixtures of this run or of the one that it branches off, or none for a new run."""
+    path = config.output_dir / CONFIG
+    if not path.is_file() and config.train.decay_from is not None:
+        path = config.output_dir / TRUNK
     if not path.is_file():
         return []
     tree = dict(read_written(path))

@@ -320,28 +320,35 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
     return None
 
 
-def fetch_newest(run_dir: Path, target: str, world: World) -> Saved | None:
+def fetch_newest(run_dir: Path, copy: RunCopy, world: World) -> Saved | None:
     """Fetch the newest valid checkpoint of the run's copy, or return None if there is none.
+
+    All ranks must call.
+    """
+    names = gather_objects(raise_on_all_ranks(copy.checkpoints))[0]
+    return next(filter(None, (fetch(name, run_dir, copy, world) for name in names)), None)
+
+
+def fetch(name: str, run_dir: Path, copy: RunCopy, world: World) -> Saved | None:
+    """Fetch the checkpoint `name`, or return None if it is not valid.
 
     All ranks must call. Each fetches a part.
     """
-    copy = raise_on_all_ranks(lambda: RunCopy(target))
-    for name in gather_objects(raise_on_all_ranks(copy.checkpoints))[0]:
-        step = step_of(Path(name))
-        partial = partial_directory(run_dir, step)
-        run_on_main(world, functools.partial(_fetch_complete, copy, name, partial))
-        listed = listed_files(partial) or {}
-        files = sorted(listed, key=lambda file: -int(listed[file]["size"]))[world.rank :: world.ranks]
-        raise_on_all_ranks(functools.partial(copy.fetch, name, partial, files))
-        reason = _find_problem(partial, world)
-        if reason is None and world.is_main:
-            publish(run_dir, step)
-        dist.barrier()
-        if reason is None:
-            log.info("fetched %s from train.copy_to=%s", name, target)
-            return read_saved(step_directory(run_dir, step))
-        log.warning("%s in train.copy_to=%s is not used: %s", name, target, reason)
-        run_on_main(world, functools.partial(remove, partial))
+    step = step_of(Path(name))
+    partial = partial_directory(run_dir, step)
+    run_on_main(world, functools.partial(_fetch_complete, copy, name, partial))
+    listed = listed_files(partial) or {}
+    files = sorted(listed, key=lambda file: -int(listed[file]["size"]))[world.rank :: world.ranks]
+    raise_on_all_ranks(functools.partial(copy.fetch, name, partial, files))
+    reason = _find_problem(partial, world)
+    if reason is None and world.is_main:
+        publish(run_dir, step)
+    dist.barrier()
+    if reason is None:
+        log.info("fetched %s from %s=%s", name, copy.key, copy.target)
+        return read_saved(step_directory(run_dir, step))
+    log.warning("%s in %s=%s is not used: %s", name, copy.key, copy.target, reason)
+    run_on_main(world, functools.partial(remove, partial))
     return None
 
 

@@ -31,6 +31,7 @@ from typing import Any
 from emo.common.io.untrusted import parse_json, read_json
 
 CONFIG = "config.yaml"
+TRUNK = "trunk.yaml"  # the configuration of the run that train.decay_from names
 DATA_HASHES = "data_hashes.json"
 METRICS = "metrics.jsonl"
 LAUNCHES = "launches.jsonl"

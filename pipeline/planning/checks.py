@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from emo.data_prep.encoding.tokenizer import load_tokenizer, text_ids, tokenizer
 from emo.data_prep.shards.format import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.shards.scores import Scores
 
-from ..batches.config import Batch, solve_batch
+from ..batches.config import Batch, count_steps, solve_batch
 from ..batches.order import BatchOrder, Domain, MixedOrder, MixtureStart, domain_shares
 from ..checkpoint import identity
 from ..checkpoint.identity import Identity
@@ -231,21 +230,6 @@ def _check_profile(train: TrainConfig, steps: int | None, ranks: int) -> None:
         raise UserError(
             f"{chosen} names more than the run's {counted(ranks, 'rank')}, which count from 0", code="profile"
         )
-
-
-def count_steps(train: TrainConfig, rows: int) -> int:
-    """Return the number of steps of a run. Raises UserError if `rows` of the epochs are less than a batch."""
-    if train.max_steps is not None:
-        return train.max_steps
-    epochs = train.num_train_epochs or 0
-    batches = epochs * rows / train.global_batch_size
-    if batches < 1:
-        amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
-        raise UserError(
-            f"{amount} are less than a batch. Set a smaller train.global_batch_size", code="batch-size"
-        )
-    # Without a mixture, the last step has rows of the next epoch if needed, so that every row is seen.
-    return math.ceil(batches - 1e-9) if train.mixture is None else int(batches)
 
 
 def create_order(

@@ -37,6 +37,7 @@ from ..config import RunConfig, load_config
 from ..engine.devices import on_gpu
 from ..engine.ds_config import deepspeed_config, zero_stage
 from ..engine.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
+from ..engine.schedule import draw_schedule
 from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
@@ -271,6 +272,7 @@ def _recipe_rows(
         ("batch", str(ready.batch)),
         ("tokens per step", f"at most {ready.batch.batch * config.data.sequence_len:,}"),
         ("steps", _describe_steps(config, ready)),
+        *([] if ready.steps is None else [("learning rate", draw_schedule(config.train, ready.steps))]),
         *domain_rows(config, ready),
     ]
     offloads = {"optimizer": setup.offload_optimizer, "weights": setup.offload_parameters}

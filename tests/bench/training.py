@@ -33,8 +33,8 @@ from emo.data_prep.sources.world import corpus, read_rows
 from emo.pipeline.batches.config import solve_batch
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.control.world import World, end_world
-from emo.pipeline.engine.config import lr_at
 from emo.pipeline.engine.ds_config import deepspeed_config
+from emo.pipeline.engine.schedule import lr_at
 from tests.bench import common
 from tests.helpers.launching import run_ranks
 

@@ -27,9 +27,9 @@ from emo.common.errors import UserError
 from emo.pipeline.batches.config import Batch
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.control.world import World, end_world, run_on_main
-from emo.pipeline.engine.config import lr_at
 from emo.pipeline.engine.ds_config import deepspeed_config
 from emo.pipeline.engine.engine import Engine
+from emo.pipeline.engine.schedule import lr_at
 from emo.pipeline.engine.snapshots import to_universal
 from emo.pipeline.engine.start import start_world
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, probe_model

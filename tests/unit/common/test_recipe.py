@@ -153,7 +153,7 @@ SUGGESTIONS = {  # for keys of other trainers
     "weight_decay": "train.weight_decay", "dedup": "data.dedup", "dataset_dir": "data.root",
     "roles_to_train": "each with the token that ends it", "neat_packing": "always packed",
     "liger_rms_norm": "model.kernels", "enable_thinking": "data.template_variables",
-    "preprocessing_num_workers": "--workers", "warmup_steps": "share of the steps",
+    "preprocessing_num_workers": "--workers", "num_warmup_steps": "warmup_steps",
     "ddp_timeout": "minutes instead of seconds",
 }  # fmt: skip
 

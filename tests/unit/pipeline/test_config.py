@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from emo.common.config.recipe import parse_section
@@ -22,8 +24,8 @@ from emo.pipeline.batches.loader import rank_rows
 from emo.pipeline.config import TrainConfig, dump_config, load_config
 from emo.pipeline.engine import devices
 from emo.pipeline.engine import ds_config as ds_file
-from emo.pipeline.engine.config import lr_at
 from emo.pipeline.engine.ds_config import REPORTS, check_deepspeed_host, deepspeed_config, parameter_groups
+from emo.pipeline.engine.schedule import lr_at
 from emo.pipeline.loss import get_objective
 from emo.pipeline.model.objective_config import ObjectiveConfig
 from emo.pipeline.planning.plan import setup_of
@@ -97,6 +99,69 @@ def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
     parts = [rank_rows(np.arange(batch), rank, ranks, solved.micro) for rank in range(ranks)]
     assert all(len(indices) == solved.micro * solved.accumulation for indices, _ in parts)
     assert np.array_equal(np.concatenate([indices[real] for indices, real in parts]), np.arange(batch))
+
+
+SCHEDULES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"lr_scheduler_type": "cosine"}, {}),
+    ({"lr_scheduler_type": "linear", "warmup_steps": 0}, {}),
+    ({"lr_scheduler_type": "constant"}, {"name": "constant_with_warmup"}),
+    (
+        {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1},
+        {"name": "cosine_with_min_lr", "min_lr_rate": 0.1},
+    ),
+    ({"lr_scheduler_type": "cosine_with_restarts", "num_cycles": 3}, {"num_cycles": 3}),
+    ({"lr_scheduler_type": "inverse_sqrt"}, {}),
+    ({"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 0}, {"timescale": 10_000}),
+    *(
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "decay_type": shape} | decay | {"min_lr_ratio": 0.2},
+            {"num_decay_steps": 20, "decay_type": shape, "min_lr_ratio": 0.2},
+        )
+        for shape in ("linear", "cosine", "1-sqrt")
+        for decay in ({"decay_steps": 20}, {"decay_ratio": 0.2})
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "theirs"), SCHEDULES)
+def test_learning_rates_after_the_warm_up_are_those_of_transformers(
+    settings: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    train = TrainConfig(**{"max_steps": 100, "learning_rate": 0.5, "warmup_ratio": 0.1} | settings)
+    name = theirs.get("name", settings.get("lr_scheduler_type", "cosine"))
+    warmup = settings.get("warmup_steps", 10)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    options = {key: value for key, value in theirs.items() if key != "name"}
+    scheduler = get_scheduler(name, optimizer, warmup, 100, scheduler_specific_kwargs=options)
+    for step in range(100):
+        if step >= warmup:
+            assert lr_at(train, step, 100) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), step
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_restart_can_warm_up_again() -> None:
+    keys = {"lr_scheduler_type": "cosine_with_restarts", "num_cycles": 2, "restart_warmup_ratio": 0.2}
+    train = TrainConfig(max_steps=100, learning_rate=1.0, warmup_ratio=0, **keys)  # type: ignore[arg-type]
+    rates = [lr_at(train, step, 100) for step in range(100)]
+    assert rates[0] == 1 and rates[50:61] == pytest.approx([i / 10 for i in range(11)])
+    assert rates[60:] == sorted(rates[60:], reverse=True) and rates[99] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"decay_steps": 5}, "warmup_stable_decay"),
+        ({"num_cycles": 2}, "cosine_with_restarts"),
+        ({"lr_scheduler_type": "constant", "min_lr_ratio": 0.1}, "never decays"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "decay_from": "runs/a"}, "RUN_DIR/step-N"),
+        ({"lr_scheduler_type": "wsd"}, "warmup_stable_decay"),
+        ({"min_lr": 1e-6}, "min_lr_ratio"),
+    ],
+)
+def test_schedule_keys_without_effect_are_rejected(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        parse_section(TrainConfig, {"max_steps": 10} | settings, "train")
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])

@@ -17,7 +17,7 @@ from emo.common.errors import UserError
 from emo.common.labels import IGNORE
 from emo.data_prep.config import DataConfig
 from emo.data_prep.shards.format import open_prepared
-from emo.pipeline.batches.config import MixtureConfig
+from emo.pipeline.batches.config import MixtureConfig, count_steps
 from emo.pipeline.batches.loader import Batches, Loader, check_content, rank_rows
 from emo.pipeline.batches.order import (
     BatchOrder,
@@ -31,7 +31,6 @@ from emo.pipeline.config import TrainConfig
 from emo.pipeline.control.run_dir import DATA_HASHES
 from emo.pipeline.control.world import World
 from emo.pipeline.model.objective_config import RampConfig
-from emo.pipeline.planning.checks import count_steps
 from tests.helpers.corpus import prepared, texts, write_jsonl
 from tests.helpers.refusals import refused
 

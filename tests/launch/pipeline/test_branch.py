@@ -1,0 +1,55 @@
+"""Runs that decay off a checkpoint of another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tests.helpers.launching import losses, run_alone, run_ranks, tiny_recipe
+
+WSD = ("train.lr_scheduler_type=warmup_stable_decay", "train.warmup_steps=2")
+
+
+def train(recipe: Path, run_dir: Path, *settings: str) -> None:
+    done = run_ranks("launch/continual.sh", str(recipe), f"output_dir={run_dir}", *WSD, *settings)
+    assert not done.returncode, done.stdout
+
+
+def test_two_decays_from_one_trunk_equal_two_complete_runs(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, save_steps=2, save_total_limit=9)
+    trunk = tmp_path / "trunk"
+    train(recipe, trunk, "train.max_steps=8", "train.decay_steps=1")
+    for step, end in ((4, 7), (6, 8)):
+        complete = tmp_path / f"complete-{end}"
+        train(recipe, complete, f"train.max_steps={end}", f"train.decay_steps={end - step}")
+        branch = tmp_path / f"branch-{end}"
+        train(recipe, branch, f"train.max_steps={end}", f"train.decay_from={trunk}/step-{step}")
+        assert losses(branch) == losses(complete)[step:]
+        weights, expected = (load_file(run / "export/model.safetensors") for run in (branch, complete))
+        assert all(weights[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_branch_needs_a_checkpoint_at_the_peak_of_the_same_run(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, save_steps=2, save_total_limit=9, max_steps=8)
+    trunk = tmp_path / "trunk"
+    done = run_alone(str(recipe), f"output_dir={trunk}", *WSD, "train.decay_steps=4")
+    assert not done.returncode, done.stdout
+    for settings, problem in (
+        (["train.decay_from=" + f"{trunk}/step-3"], "step-000002"),
+        (["train.decay_from=" + f"{trunk}/step-6"], "below its peak"),
+        (["train.decay_from=" + f"{trunk}/step-4", "train.max_steps=4"], "has 4 steps"),
+        (["train.decay_from=" + f"{trunk}/step-4", "train.learning_rate=0.1"], "learning_rate"),
+        (["train.decay_from=" + f"{trunk}/step-4", "train.seed=2"], "seed"),
+        (["train.decay_from=" + f"{trunk}/step-4", "train.mixture={temperature: 1}"], "mixture_from=4"),
+        (["train.decay_from=" + f"{tmp_path}/nothing/step-4"], "not a complete checkpoint"),
+    ):
+        done = run_alone(str(recipe), f"output_dir={tmp_path / 'branch'}", *WSD, *settings)
+        assert done.returncode == 2 and problem in done.stdout, done.stdout
+    assert not list((tmp_path / "branch").glob("step-*"))
+    mixture = ["train.mixture={temperature: 1}", "train.mixture_from=4"]
+    settings = [f"train.decay_from={trunk}/step-4", f"output_dir={tmp_path / 'branch'}", *mixture]
+    done = run_alone(str(recipe), *WSD, *settings)
+    assert not done.returncode and [step for step, *_ in losses(tmp_path / "branch")] == [5, 6, 7, 8], (
+        done.stdout
+    )
