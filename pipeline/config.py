@@ -54,6 +54,23 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_selection(self) -> RunConfig:
+        train = self.train
+        metrics = {"keep_best": train.keep_best}
+        if train.early_stopping is not None:
+            metrics["early_stopping"] = train.early_stopping.metric
+        sets = self.data.validation_sets
+        for key, metric in metrics.items():
+            name = (metric or "").rpartition("/")[0]
+            if metric is not None and not (train.eval_steps and sets):
+                raise ValueError(f"train.{key} needs train.eval_steps and a validation set")
+            if name and name not in sets:
+                raise ValueError(f"train.{key}={metric} names no validation set. There are {', '.join(sets)}")
+        if train.load_best_at_end and train.keep_best is None:
+            raise ValueError("train.load_best_at_end needs train.keep_best, for example nll")
+        return self
+
     def initial_weights(self) -> tuple[str, str | None]:
         """Return the directory or hub id of the weights before training, and the commit of a hub model."""
         if self.model.path is None:

@@ -31,19 +31,21 @@ from .batches.loader import Batches, Loader, StepBatch, check_content, rank_rows
 from .batches.on_policy import OnPolicy
 from .checkpoint import copies, identity
 from .checkpoint.branch import check_branch, fetch_branch
+from .checkpoint.export import export_checkpoint
 from .checkpoint.saver import (
     Saved,
     Saver,
     check_engine,
     check_identity,
     choose_source,
+    fetch,
     fetch_newest,
     make_universal,
     newest_valid,
 )
 from .config import RunConfig
 from .control.lock import RunLock
-from .control.run_dir import CONFIG, EXPORT, INITIAL, checkpoints
+from .control.run_dir import CONFIG, EXPORT, INITIAL, checkpoints, step_directory
 from .control.stop import RESUME, StopRequest, Watch, node_name
 from .control.world import (
     World,
@@ -73,6 +75,7 @@ from .monitor.launches import Launch
 from .monitor.metrics import Metrics, RunFacts
 from .monitor.profiler import Profiler
 from .monitor.samples import Samples
+from .monitor.selection import Selection
 from .monitor.upkeep import GarbageCollection, Heartbeat
 from .planning.checks import TrainingRun, check_run
 from .planning.plan import predict_step
@@ -98,6 +101,7 @@ class Trainer:
     state: RunState
     saver: Saver
     metrics: Metrics
+    selection: Selection
     components: tuple[Component, ...]
 
     def __init__(self, config: RunConfig, world: World, watch: Watch, console: Console) -> None:
@@ -301,11 +305,13 @@ class Trainer:
         train = config.train
         self.metrics = raise_on_all_ranks(lambda: Metrics(config, state, main, facts, self.console, window))
         guard = Guard(config.output_dir, train, main, plan.data.provenance, progress.get(Guard.name))
+        self.selection = Selection(train, progress.get(Selection.name))
         self.components = (
             Profiler(train.profile, config.output_dir, world.rank),
             Heartbeat(self.lock, world.rank, train.logging_steps),
             guard,
             self.metrics,
+            self.selection,
             Samples(config, self.engine, self.launch, plan.prompts, state),
             GarbageCollection(),
         )
@@ -331,7 +337,7 @@ class Trainer:
             head.spec = dataclasses.replace(head.spec, by_token=True)
         self.lock.set_activity("training")
         self.metrics.exclude_pause()
-        while state.step < state.steps:
+        while state.step < state.steps and not self.selection.exhausted:
             self.engine.own.start_step()
             for component in self.components:
                 component.before_step(state)
@@ -341,12 +347,14 @@ class Trainer:
             self._after_first_step()
             for component in self.components:
                 component.after_step(state, batch, totals)
+            improved = False
             if self.validation and state.is_due(self.config.train.eval_steps):
-                self.validate()
-            stopped = totals.stop and state.step < state.steps
+                improved = self.validate()
+            ended = state.step == state.steps or self.selection.exhausted
+            stopped = totals.stop and not ended
             if stopped:
                 self.launch.log_stopping(state.step, first_reason(self.stop.reason))
-            if stopped or state.is_due(self.config.train.save_steps):
+            if stopped or ended or improved or state.is_due(self.config.train.save_steps):
                 self.save(samples=not stopped)
             if stopped:
                 return Outcome.STOPPED
@@ -385,13 +393,16 @@ class Trainer:
         if self.state.step == self.state.first_step + 1:
             set_timeout(self.config.train.timeout_minutes, self.saver.group)
 
-    def validate(self) -> None:
-        """Measure every validation set; all ranks must call."""
+    def validate(self) -> bool:
+        """Measure every validation set. Return whether this is the best step so far. All ranks must call."""
+        measured = {}
         with self.lock.activity("validating"):
             for name, rows in self.validation.items():
-                result = evaluate(self.engine, self.losses, rows, self.config.train.eval_rows)
-                self.metrics.record_validation(self.state, name, *result)
+                totals, documents = evaluate(self.engine, self.losses, rows, self.config.train.eval_rows)
+                self.metrics.record_validation(self.state, name, totals, documents)
+                measured[name] = totals
         self.metrics.exclude_pause()
+        return self.selection.compare(self.state.step, measured)
 
     def save(self, samples: bool) -> None:
         """Begin a checkpoint; all ranks must call. samples: also continue the prompts of the run."""
@@ -400,7 +411,7 @@ class Trainer:
             progress = {
                 component.name: component.state_dict() for component in self.components if component.name
             }
-            self.saver.save(self.state.step, self.state.tokens, progress)
+            self.saver.save(self.state.step, self.state.tokens, progress, self.selection.best)
             if samples:
                 for component in self.components:
                     component.after_save(self.state)
@@ -418,8 +429,7 @@ class Trainer:
         with activity, longer_timeout(self.config.train.timeout_minutes, self.saver.group):
             self.saver.finish()  # first: a failed export must not take the last checkpoint with it
             if finished:
-                export = self.config.output_dir / EXPORT
-                export_model(self.engine, self.config, export, self.saver.export_info(step, tokens))
+                self._export(step, tokens)
         if finished:
             self.saver.finish_copies(lambda: self.stop.reason is not None)
         for component in self.components:
@@ -427,3 +437,22 @@ class Trainer:
         self.launch.log_end(step, finished)
         if not finished and self.world.is_main:
             self.stop.file.unlink(missing_ok=True)
+
+    def _export(self, step: int, tokens: int) -> None:
+        """Export the model, or the best checkpoint with load_best_at_end. All ranks must call."""
+        config = self.config
+        export = config.output_dir / EXPORT
+        best = self.selection.best
+        if not config.train.load_best_at_end or best is None or best.step == step:
+            export_model(self.engine, config, export, self.saver.export_info(step, tokens))
+            return
+        directory = step_directory(config.output_dir, best.step)
+        if config.train.copy_to is not None and not directory.is_dir():  # the run came here from its copy
+            copy = raise_on_all_ranks(lambda: copies.RunCopy(config.train.copy_to or ""))
+            fetch(directory.name, config.output_dir, copy, self.world)
+
+        def export_best() -> None:
+            export_checkpoint(directory, export)
+
+        run_on_main(self.world, export_best)
+        log.info("exported the best checkpoint, after step %d (%s %.4g)", *best)

@@ -45,6 +45,9 @@ _FOREIGN_NAMES = {
     "train.eval_steps": "eval_every eval_interval eval_strategy evaluation_strategy evals_per_epoch",
     "train.save_steps": "save_every save_interval save_strategy saves_per_epoch",
     "train.save_total_limit": "keep_last",
+    "train.keep_best": "metric_for_best_model save_best greater_is_better",
+    "train.load_best_at_end": "load_best_model_at_end",
+    "train.early_stopping": "early_stopping_patience early_stopping_threshold",
     "train.report_to": "tensorboard wandb use_wandb",
     "train.project": "wandb_project",
 }

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from emo.common.config.recipe import FREE, Section, mark
+
+Metric = Annotated[str, Field(pattern=r"^([^/]+/)?(loss|nll|demd|divergence)$")]
+
+
+class EarlyStopping(Section):
+    """When a run ends before its last step."""
+
+    metric: Metric = "nll"
+    """Metric of the validation sets: `loss`, `nll`, `demd` or `divergence`. `SET/nll` is that of one set."""
+    patience: int = Field(3, gt=0)
+    """End the run after this many validations in a row without a new lowest value."""
 
 
 class SavingConfig(Section):
@@ -23,3 +38,10 @@ class SavingConfig(Section):
     output_dir resumes from it."""
     export_checkpoints: bool = mark(FREE, False)
     """Put an export for Hugging Face into each checkpoint, for scheduled evaluation."""
+    keep_best: Metric | None = mark(FREE, None)
+    """Save a checkpoint at every validation with a new lowest value of this metric, and never delete the best
+    one: `loss`, `nll`, `demd` or `divergence`, as a mean over the validation sets, or of one as `SET/nll`."""
+    load_best_at_end: bool = mark(FREE, False)
+    """Export the best checkpoint instead of the last one."""
+    early_stopping: EarlyStopping | None = mark(FREE, None)
+    """End the run when a validation metric has stopped improving."""

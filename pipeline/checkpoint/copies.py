@@ -31,6 +31,7 @@ from emo.common.io.files import part_file
 from ..config import RunConfig
 from ..control.run_dir import (
     BAD_BATCHES,
+    BEST,
     COMPLETE,
     CONFIG,
     LAUNCHES,
@@ -48,7 +49,7 @@ from .store import Store
 log = logging.getLogger(__name__)
 
 STORES: dict[str, type[Store]] = {}  # by scheme of the address. FsspecStore opens the others
-RECORDS = (METRICS, LAUNCHES, SAMPLES, BAD_BATCHES)  # and CONFIG, and the files of VALIDATION
+RECORDS = (METRICS, LAUNCHES, SAMPLES, BAD_BATCHES, BEST)  # and CONFIG, and the files of VALIDATION
 STALL = 600.0  # seconds without progress after which the end of a run does not wait for copies
 POLL = 2.0  # seconds between checks of what other hosts have done
 THREADS = 8  # files that are transferred at the same time

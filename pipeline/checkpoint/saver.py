@@ -35,10 +35,12 @@ from emo.data_prep.config import settings
 from ..config import RunConfig
 from ..control.lock import RunLock
 from ..control.run_dir import (
+    BEST,
     COMPLETE,
     HF,
     HF_SETTINGS,
     STATE,
+    Best,
     FileFacts,
     checkpoint_problem,
     checkpoints,
@@ -87,10 +89,10 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Path | None = None) -> None:
+def prune(run_dir: Path, keep_last: int, keep_every: int = 0, *spared: Path | None) -> None:
     """Delete checkpoints except the newest `keep_last`, those of every `keep_every` steps, and `spared`."""
     for directory in checkpoints(run_dir)[:-keep_last]:
-        if directory != spared and (not keep_every or step_of(directory) % keep_every):
+        if directory not in spared and (not keep_every or step_of(directory) % keep_every):
             remove(directory)
     for directory in (*run_dir.glob("step-*.partial"), *run_dir.glob("step-*.universal")):
         shutil.rmtree(directory, ignore_errors=True)
@@ -120,6 +122,7 @@ class Saver:
         self.identity = identity
         self._error: UserError | None = None
         self._thread: threading.Thread | None = None
+        self._best: Best | None = None
         self._step = 0  # of the checkpoint that the thread writes
         self._deadline = 0.0  # of the current action of the thread
         timeout = datetime.timedelta(minutes=LONG_TIMEOUT)
@@ -132,9 +135,17 @@ class Saver:
                 part = names.index(node_name())
                 self._uploads = Uploads(config.output_dir, config.train.copy_to, part, len(names))
 
-    def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
-        """Start to write a checkpoint, when the previous one is complete. All ranks must call."""
+    def save(self, step: int, tokens: int, progress: dict[str, Any], best: Best | None = None) -> None:
+        """Start to write a checkpoint, when the previous one is complete. All ranks must call.
+
+        Args:
+            step: optimizer steps so far.
+            tokens: supervised tokens so far.
+            progress: state of each component by name.
+            best: the best checkpoint so far, perhaps this one. It is kept.
+        """
         self.finish()
+        self._best = best
         engine = self.engine
         partial = partial_directory(self.config.output_dir, step)
         if engine.world.is_main:
@@ -248,8 +259,11 @@ class Saver:
             final = publish(run_dir, saved.step)
             event = {"event": "saved", "step": saved.step, "path": str(final)}
             log.info("saved: %s", final, extra={"event_fields": event})
-            spared = self._uploads.current if self._uploads is not None else None
-            prune(run_dir, train.save_total_limit, train.keep_every, spared)
+            spared = [self._uploads.current if self._uploads is not None else None]
+            if self._best is not None:  # the old best checkpoint is deleted after the new one is complete
+                write_text(run_dir / BEST, json.dumps(self._best._asdict()))
+                spared.append(step_directory(run_dir, self._best.step))
+            prune(run_dir, train.save_total_limit, train.keep_every, *spared)
         except OSError as failure:
             return FailureError(one_line(failure, 200), code="save-failed")
         return None

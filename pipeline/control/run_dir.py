@@ -15,6 +15,7 @@ lock.000001      the launch that owns the directory (the highest number counts)
 initial/         the initial weights of a new model
 step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported, or else
                  hf-settings/, the files of an export except weights
+best.json        step, metric and value of the best checkpoint, from train.keep_best
 export/          the trained model for Hugging Face, with its origin in export.json
 STOP             created by a user to make the run save and stop
 """
@@ -26,7 +27,7 @@ import hashlib
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from emo.common.io.untrusted import parse_json, read_json
 
@@ -53,10 +54,20 @@ STOP = "STOP"
 INITIAL = "initial"
 EXPORT = "export"  # of the run
 EXPORT_INFO = "export.json"  # inside an export
+BEST = "best.json"
 HF = "hf"  # export inside a checkpoint
 HF_SETTINGS = "hf-settings"  # files of an export except weights, inside a checkpoint without an export
 COMPLETE = "COMPLETE"
 STATE = "state.json"
+
+
+class Best(NamedTuple):
+    """The content of best.json: the best checkpoint of a run."""
+
+    step: int
+    metric: str
+    value: float
+
 
 FileFacts = dict[str, int | str]  # size and sha256 of a file
 
@@ -85,6 +96,14 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
     directories = [d for d in run_dir.glob("step-*") if d.name[5:].isdigit() and is_complete(d)]
     return sorted(directories, key=step_of)
+
+
+def read_best(run_dir: Path) -> Best | None:
+    """Return the best checkpoint of a run with train.keep_best, or None."""
+    try:
+        return Best(**read_json(run_dir / BEST))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def list_files(directory: Path) -> list[str]:

@@ -80,7 +80,7 @@ class Window:
     def record(self, domains: Sequence[str]) -> dict[str, Any]:
         """Return means over the window, also of each domain if there are several."""
         applied = self.steps - self.skipped
-        record: dict[str, Any] = _means(self, self.applied_tokens) | {
+        record: dict[str, Any] = means_per_token(self, self.applied_tokens) | {
             "grad_norm": _mean(self.norm, applied),
             "grad_norm_max": self.largest_norm if applied else math.nan,
             "skipped": self.skipped,
@@ -206,7 +206,7 @@ class Metrics(Component):
         """Record a pass over the validation set `name`, and how its NLL changed since step 0."""
         if not self.active:
             return
-        means = {f"validation_{key}": value for key, value in _means(totals, totals.tokens).items()}
+        means = {f"validation_{key}": value for key, value in means_per_token(totals, totals.tokens).items()}
         record = {"step": state.step, "tokens": state.tokens, "set": name, **means}
         validation.write_documents(self._run_dir, name, state.step, documents)
         start = validation.read_documents(self._run_dir, name, 0) if state.step else None
@@ -253,7 +253,7 @@ class Metrics(Component):
         return record
 
 
-def _means(totals: Window | StepTotals, tokens: int) -> dict[str, float]:
+def means_per_token(totals: Window | StepTotals, tokens: int) -> dict[str, float]:
     """Return losses per supervised token."""
     nll = _mean(totals.nll, tokens)
     means = {

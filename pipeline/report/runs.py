@@ -24,6 +24,7 @@ from ..control.run_dir import (
     LAUNCHES,
     METRICS,
     SAMPLES,
+    read_best,
     read_heartbeat,
     read_records,
 )
@@ -56,6 +57,9 @@ class RecordedRun:
         if not self.records:
             self.remarks.append(f"{self.path / METRICS}: no step is recorded yet.")
         self.samples, self.bad = self._read_lines(SAMPLES), self._read_lines(BAD_BATCHES)
+        if (best := read_best(path)) is not None:
+            found = f"step {best.step:,} with {best.metric} {best.value:.4g}"
+            self.remarks.append(f"{self.path}: the best checkpoint is {found}.")
         self.launches = self._read_launches()
         self.last_launch: Record = self.launches[-1] if self.launches else {"end": {}}
         self.held_out: dict[str, list[Record]] = {}  # by validation set, in the recipe's order

@@ -1,0 +1,76 @@
+"""The best checkpoint of a run, and early stopping."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from emo.pipeline.checkpoint.export import export_checkpoint
+from emo.pipeline.control.run_dir import checkpoints, read_best, read_metrics, step_of
+from tests.helpers.launching import kill_ranks, run_alone, run_ranks, tiny_recipe
+
+SETTINGS = (
+    *("train.eval_steps=2", "train.keep_best=nll", "train.save_total_limit=1", "train.save_steps=3"),
+    # the rate rises until the loss does
+    *("train.lr_scheduler_type=constant", "train.learning_rate=1.5", "train.warmup_steps=14"),
+)
+
+
+def curve(run_dir: Path) -> dict[int, float]:
+    return {r["step"]: r["validation_nll"] for r in read_metrics(run_dir) if "validation_nll" in r}
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_the_best_checkpoint_survives_and_is_exported(tmp_path: Path, stage: str) -> None:
+    recipe = tiny_recipe(tmp_path, max_steps=14)
+    options = (*SETTINGS, "train.load_best_at_end=true", f"deepspeed=ds_configs/{stage}.json")
+    command = ("launch/continual.sh", str(recipe), *options)
+    run_dir = tmp_path / "run"
+    kill_ranks(run_dir, 7, *command)
+    done = run_ranks(*command)
+    assert not done.returncode, done.stdout
+    values = {step: value for step, value in curve(run_dir).items() if step}
+    best = min(values, key=lambda step: values[step])
+    assert best < 14, values
+    assert list(values) == [2, 4, 6, 8, 10, 12, 14]
+    recorded = read_best(run_dir)
+    assert recorded is not None and recorded[:2] == (best, "nll")
+    assert recorded.value == pytest.approx(values[best], abs=1e-9)
+    assert [step_of(directory) for directory in checkpoints(run_dir)] == [best, 14]
+    export_checkpoint(run_dir / f"step-{best:06d}", tmp_path / "expected")
+    weights = load_file(run_dir / "export/model.safetensors")
+    expected = load_file(tmp_path / "expected/model.safetensors")
+    assert all(weights[name].equal(tensor) for name, tensor in expected.items())
+    assert json.loads((run_dir / "export/export.json").read_text())["step"] == best
+
+
+def test_a_run_ends_early_when_validation_stops_improving(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, max_steps=40)
+    done = run_alone(str(recipe), *SETTINGS, "train.early_stopping={metric: nll, patience: 2}")
+    assert not done.returncode, done.stdout
+    values = curve(tmp_path / "run")
+    last = max(values)
+    best = min(values, key=lambda step: values[step])
+    assert last == best + 4 < 40
+    assert (tmp_path / "run/export").is_dir()
+    assert step_of(checkpoints(tmp_path / "run")[-1]) == last
+    assert "early_stopping" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (("train.keep_best=nll",), "train.eval_steps"),
+        (("train.keep_best=other/nll", "train.eval_steps=2"), "names no validation set"),
+        (("train.load_best_at_end=true",), "train.keep_best"),
+        (("train.keep_best=accuracy", "train.eval_steps=2"), "train.keep_best"),
+    ],
+)
+def test_a_metric_that_is_not_measured_is_rejected(
+    tmp_path: Path, settings: tuple[str, ...], problem: str
+) -> None:
+    done = run_alone(str(tiny_recipe(tmp_path)), *settings)
+    assert done.returncode == 2 and problem in done.stdout
