@@ -26,6 +26,8 @@ _FOREIGN_NAMES = {
     "model.lora.r": "lora_r lora_rank rank",
     "model.lora.alpha": "lora_alpha",
     "model.lora.dropout": "lora_dropout",
+    "model.lora.path": "adapter_name_or_path lora_model_dir adapter_path",
+    "model.lora.use_rslora": "rslora lora_use_rslora peft_use_rslora",
     "model.lora.targets": "lora_target lora_target_modules lora_target_linear target_modules",
     "objective.name": "loss_type loss",
     "train.learning_rate": "lr",

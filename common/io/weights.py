@@ -86,16 +86,44 @@ def explain_hub_error(name: str, error: BaseException) -> str:
     return f"{problem}. If it is gated, {access}"
 
 
+def has_only_adapter(directory: Path) -> bool:
+    """Return whether a directory has an adapter without its base model."""
+    return (directory / ADAPTER).is_file() and not (directory / CONFIG).is_file()
+
+
+def base_of_adapter(directory: Path) -> tuple[str, str | None]:
+    """Return the base model that an adapter names, and its commit. Raises UserError if it names none."""
+    tree: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        tree = read_json(directory / ADAPTER)
+    base = tree.get("base_model_name_or_path") if isinstance(tree, dict) else None
+    if not isinstance(base, str) or not base:
+        problem = f"{directory / ADAPTER} does not name its base model"
+        raise UserError(f"{problem}. Set base_model_name_or_path in it", code="adapter")
+    return base, tree.get("revision")
+
+
 def reject_adapter(directory: Path) -> None:
     """Raise UserError for a directory that has an adapter without its base model."""
-    if not (directory / ADAPTER).is_file() or (directory / CONFIG).is_file():
-        return
-    base = None
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        base = read_json(directory / ADAPTER).get("base_model_name_or_path")
-    model = f"its base model {base or ''}".rstrip()
-    fix = f"merge it into {model} with peft's merge_and_unload, save_pretrained, and use that directory"
-    raise UserError(f"{directory} has an adapter (LoRA), not a model; {fix}", code="adapter")
+    if has_only_adapter(directory):
+        base, _ = base_of_adapter(directory)
+        fix = f"set model.path={base} and model.lora.path={directory} to continue it"
+        raise UserError(f"{directory} has an adapter (LoRA), not a model; {fix}", code="adapter")
+
+
+def downloaded_directory(name: str, revision: str | None) -> Path:
+    """Return the directory of a Hub model that is on this machine. Raises UserError if it is not."""
+    file = _find_file(name, revision, CONFIG)
+    if file is None:
+        problem = f"the base model {name} of the adapter is neither a directory nor downloaded"
+        raise UserError(f"{problem}. Download it first", code="adapter")
+    return file.parent
+
+
+def files_with_base(directory: Path, base: Path) -> list[Path]:
+    """Return the files of an adapter, and those of its base model that it does not replace."""
+    own = {path.name: path for path in directory.iterdir() if path.is_file()}
+    return [*own.values(), *(path for path in base.iterdir() if path.is_file() and path.name not in own)]
 
 
 def opened_files(directory: Path) -> list[Path]:

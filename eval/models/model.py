@@ -25,8 +25,11 @@ from emo.common.io.weights import (
     ADAPTER,
     GENERATION,
     Loaded,
+    base_of_adapter,
     context_length,
     explain_hub_error,
+    files_with_base,
+    has_only_adapter,
     load_causal_lm,
     load_model_config,
     opened_files,
@@ -70,7 +73,7 @@ class EvaluatedModel(LanguageModel):
                 "and . _ - + @ ~",
                 code="option-value",
             )
-        self.path = hub_snapshot(path)
+        self.path = with_base(hub_snapshot(path))
         self.source = path
         self.name = name or default_name(Path(path))
         if not (self.path / CONFIG_JSON).is_file():
@@ -341,7 +344,7 @@ def tokenizer_content(tokenizer: Any) -> str:
     return store.digest([vocabulary, sorted(tokenizer.all_special_ids), special, tokenizer(texts).input_ids])
 
 
-def hub_snapshot(name: str) -> Path:
+def hub_snapshot(name: str, revision: str | None = None) -> Path:
     """Return the directory of a model from its path or its hub id, downloading it if necessary."""
     if Path(name).is_dir():
         return Path(name)
@@ -351,9 +354,30 @@ def hub_snapshot(name: str) -> Path:
 
     try:
         with show_activity(f"{name}: downloading"):
-            return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
+            skipped = ["*.msgpack", "*.h5", "*.onnx", "*.gguf"]
+            return Path(snapshot_download(name, revision=revision, ignore_patterns=skipped))
     except Exception as error:  # the hub raises many kinds of errors
         raise UserError(explain_hub_error(name, error), code="hub") from None
+
+
+def with_base(directory: Path) -> Path:
+    """Return a directory with an adapter and its base model, made of links, or other models unchanged."""
+    if not has_only_adapter(directory):
+        return directory
+    name, revision = base_of_adapter(directory)
+    base = hub_snapshot(name, revision)
+    key = store.digest([str(directory.resolve()), str(base.resolve())])
+    target = store.cache_directory() / "adapters" / key
+    files = files_with_base(directory, base)
+    target.mkdir(parents=True, exist_ok=True)
+    for path in {*target.iterdir()} - {target / file.name for file in files}:
+        path.unlink()
+    for file in files:
+        link = target / file.name
+        if not link.is_symlink() or link.readlink() != file.resolve():
+            link.unlink(missing_ok=True)
+            link.symlink_to(file.resolve())
+    return target
 
 
 def quiet_libraries() -> None:

@@ -20,8 +20,9 @@ from ..config import RunConfig
 from ..control.run_dir import CONFIG, HF, HF_SETTINGS, checkpoint_problem, checkpoints
 from ..engine.engine import frozen_sum
 from ..engine.snapshots import read_weights
-from ..model.build import add_lora, load_pretrained
-from ..model.export import check_export, complete_export, view_model
+from ..model.adapters import add_lora
+from ..model.build import load_pretrained
+from ..model.export import check_export, complete_export, view_model, write_weights
 from .claims import IDENTITY, MIXTURES
 from .saver import Saved, read_saved
 
@@ -46,10 +47,14 @@ def export_checkpoint(source: Path, target: Path) -> Path:
         raise UserError(f"{problem}. Export it with that version", code="other-version")
     model = _load_model(read_saved(checkpoint), _read_config(checkpoint.parent), settings)
     view = view_model(model)
+
+    def write(directory: Path) -> None:
+        write_weights(view, directory)
+        shutil.copytree(settings, directory, dirs_exist_ok=True)
+
     complete_export(
-        view,
         target,
-        lambda directory: shutil.copytree(settings, directory, dirs_exist_ok=True),
+        write,
         lambda directory: check_export(
             directory, view.probe, view.logits, torch.zeros(0, 0, dtype=torch.long)
         ),

@@ -43,6 +43,7 @@ from ..config import RunConfig, dump_config
 from ..control.run_dir import CONFIG, TRUNK, checkpoints, step_of
 from ..engine.ds_config import decisive_settings
 from ..loss.objectives import OBJECTIVES, Objective
+from ..model.adapters import hash_adapter
 from .claims import IDENTITY, MIXTURES, NEW_DIRECTORY, compare_keys, iterate_changes
 
 Identity = dict[str, Any]  # part -> JSON value
@@ -105,6 +106,8 @@ def identify(
             (adapter,) = module.peft_config.values()
             settings = {k: v for k, v in adapter.to_dict().items() if k not in NOT_ADAPTERS}
             identity["adapters"] = _digest(settings)
+            if (start := hash_adapter(config.model)) is not None:
+                identity["adapters"] += f" from {start}"
     if data is not None:
         identity["data"] = data.fingerprint
         identity["validation"] = {name: rows.fingerprint for name, rows in validation.items()}

@@ -152,7 +152,7 @@ class Saver:
             remove(partial)
         dist.barrier()
         engine.snapshot(partial)
-        copied = copy_model(engine) if self.config.train.export_checkpoints else None
+        copied = copy_model(engine, self.config) if self.config.train.export_checkpoints else None
         facts = (step, tokens, engine.world.ranks, engine.groups, engine.frozen, self.identity, progress)
         self._step = step
         self._extend_deadline()

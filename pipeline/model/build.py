@@ -7,7 +7,6 @@ labels its forward is the ordinary one, so generation and export work unchanged.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from emo.common.errors import UserError, nearest, one_line
+from emo.common.errors import UserError, one_line
 from emo.common.io.files import reset_modes
 from emo.common.io.weights import context_length, explain_hub_error, load_causal_lm, load_model_config
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -31,7 +30,8 @@ from ..control.world import NETWORK, broken_device, gather_objects, lost_a_peer
 from ..engine.devices import family_supports, usable_attention
 from ..engine.engine import Engine
 from ..loss import fuse_model, probe_model
-from ..loss.models.head import packing_problem, require_plain_head, uses_segments
+from ..loss.models.head import packing_problem, uses_segments
+from .adapters import add_lora, check_adapter, load_adapter
 from .config import ModelConfig
 from .kernels import use_liger
 from .objectives import Losses
@@ -186,51 +186,15 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     trained: nn.Module = model
     if config.model.lora is not None:  # before the head is fused: peft finds layers by class
         trained = add_lora(model, config.model, config.train.seed)
+        if config.model.lora.path is not None:
+            check_adapter(trained, config.model.lora)
+            load_adapter(trained, config.model.lora.path)
     smoothing = config.objective.label_smoothing
     z_loss = config.objective.z_loss
     fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return trained
-
-
-def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
-    """Add low-rank adapters, initialised from `seed`, to linear layers and freeze all other weights."""
-    import peft
-
-    assert config.lora is not None
-    targets = config.lora.targets
-    for target in targets if isinstance(targets, list) else ():  # peft reports a single wrong name itself
-        _check_lora_target(model, target)
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.lora.r,
-        lora_alpha=config.lora.alpha,
-        lora_dropout=config.lora.dropout,
-        target_modules=targets,
-    )
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            # Adapters stay in the model's dtype. Otherwise ZeRO-3 would build them in float32 and ZeRO-2
-            # would cast them. DeepSpeed keeps a float32 copy of all trainable weights.
-            adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
-    except (ValueError, re.error) as error:
-        raise UserError(f"model.lora.targets={targets}: {one_line(error)}", code="lora-targets") from None
-    require_plain_head(model)
-    return adapted
-
-
-def _check_lora_target(model: PreTrainedModel, target: str) -> None:
-    """Raise UserError if `target` names no layer of the model."""
-    names = [name for name, module in model.named_modules() if name and not list(module.children())]
-    if not any(f".{name}".endswith(f".{target}") for name in names):
-        suffixes = {name.rpartition(".")[2] for name in names if not name.endswith(".lm_head")}
-        hint = nearest(target, sorted(name for name in suffixes if not name.isdigit()))
-        raise UserError(
-            f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}",
-            code="lora-targets",
-        )
 
 
 def packed(manifests: Sequence[Manifest]) -> bool:

@@ -20,6 +20,14 @@ class LoraConfig(Section):
     """Dropout on the input of the adapters."""
     targets: str | list[str] = "all-linear"
     """Names of the modules to adapt, or all-linear: every linear layer except the head."""
+    use_rslora: bool = False
+    """Scale the output by alpha / sqrt(r) instead, which suits large ranks."""
+    path: str | None = None
+    """Directory or hub id of an adapter to continue, with the same settings as here. The default is a new
+    adapter."""
+    export: Literal["merged", "adapter", "both"] = mark(FREE, "merged")
+    """What an export contains: the model with merged adapters, the adapter in PEFT's format, or the merged
+    model with the adapter in its directory `adapter/`."""
 
 
 class ModelConfig(Section):

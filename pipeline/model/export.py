@@ -30,6 +30,15 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
 from emo.common.io.files import reset_modes, write_text
+from emo.common.io.weights import CONFIG as MODEL_CONFIG
+from emo.common.io.weights import (
+    base_of_adapter,
+    downloaded_directory,
+    files_with_base,
+    has_only_adapter,
+    linked_directory,
+    load_causal_lm,
+)
 from emo.common.provenance import REPOSITORY
 from emo.common.text import markdown, on_one_line, publishable
 from emo.data_prep.config import TRAIN
@@ -39,6 +48,7 @@ from ..config import RunConfig
 from ..control.run_dir import EXPORT_INFO
 from ..control.stop import die_with_parent
 from ..control.world import raise_on_all_ranks
+from .adapters import ADAPTER, DIRECTORY, adapter_tensors, write_adapter
 from .readers import check_exported_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
 
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
@@ -49,7 +59,6 @@ SAMPLE_TOKENS = 256  # tokens of each of these rows
 SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding. A wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-ADAPTER = "default"  # peft's name of a run's only adapter
 
 
 class ExportedTensor(NamedTuple):
@@ -72,15 +81,21 @@ class ExportedTensor(NamedTuple):
 class ModelCopy(NamedTuple):
     """The trained model's tensors, and logits to compare its export with."""
 
-    base: PreTrainedModel  # only its configuration is read, not its weights
+    model: nn.Module  # only its configuration is read, not its weights
     probe: Tensor  # token ids [1, T]
     logits: Tensor  # of the trained model for `probe`, [1, T, V]
     tensors: Iterator[tuple[str, Tensor]]  # in rank 0's host memory, each freed once it is consumed
+    adapter: Iterator[tuple[str, Tensor]] = iter(())  # the same of the adapters, after `tensors`
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """Return the transformers model."""
+        return unwrap(self.model)
 
 
 def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str, object]) -> None:
     """Write the model to `target`. All ranks must call. Raises the errors of `write_export` on all ranks."""
-    streamed = _stream_model(engine)
+    streamed = _stream_model(engine, config)
 
     def write() -> None:
         try:
@@ -88,15 +103,17 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
                 write_export(streamed, config, target, info, check_export)
         finally:  # all ranks take part in the gathers, even if rank 0 has failed
             deque(streamed.tensors, maxlen=0)
+            deque(streamed.adapter, maxlen=0)
 
     raise_on_all_ranks(write)
 
 
-def copy_model(engine: Engine) -> ModelCopy:
+def copy_model(engine: Engine, config: RunConfig) -> ModelCopy:
     """Copy the model as it is now into rank 0's host memory, in its dtype. All ranks must call."""
-    streamed = _stream_model(engine)
+    streamed = _stream_model(engine, config)
     tensors = deque(streamed.tensors)
-    return streamed._replace(tensors=(tensors.popleft() for _ in range(len(tensors))))
+    adapter = iter(list(streamed.adapter))
+    return streamed._replace(tensors=(tensors.popleft() for _ in range(len(tensors))), adapter=adapter)
 
 
 def write_export(
@@ -117,29 +134,37 @@ def write_export(
 
     Raises FailureError if it cannot be written, UserError if it does not reproduce the logits.
     """
+    content = "merged" if config.model.lora is None else config.model.lora.export
+
+    def write(directory: Path) -> None:
+        if content != "adapter":
+            write_weights(copied, directory)
+            write_metadata(copied.base, config, directory, info)
+        if content != "merged":
+            folder = directory if content == "adapter" else directory / DIRECTORY
+            write_adapter(folder, copied.model, config.model, copied.adapter)
+            write_metadata(copied.base, config, folder, info)
+            (folder / MODEL_CONFIG).unlink()  # the one of the base model applies
+
     complete_export(
-        copied,
-        target,
-        lambda directory: write_metadata(copied.base, config, directory, info),
-        lambda directory: check(directory, copied.probe, copied.logits, sample_rows(config)),
+        target, write, lambda directory: check(directory, copied.probe, copied.logits, sample_rows(config))
     )
 
 
-def complete_export(
-    copied: ModelCopy,
-    target: Path,
-    write_settings: Callable[[Path], object],
-    check: Callable[[Path], None],
-) -> None:
-    """Write weights, then settings, and rename the directory to `target` once it is checked.
+def write_weights(copied: ModelCopy, directory: Path) -> None:
+    """Write the tensors of a model, which are consumed, with the names that transformers gives them."""
+    write_shards(directory, saved_tensors(copied.base, exported_names(copied.base), copied.tensors))
+
+
+def complete_export(target: Path, write: Callable[[Path], None], check: Callable[[Path], None]) -> None:
+    """Write an export to a new directory, and rename it to `target` once it is checked.
 
     Raises like `write_export`.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write_shards(partial, saved_tensors(copied.base, exported_names(copied.base), copied.tensors))
-        write_settings(partial)
+        write(partial)
         reset_modes(partial)
         check(partial)
         shutil.rmtree(target, ignore_errors=True)
@@ -159,7 +184,7 @@ def view_model(model: nn.Module) -> ModelCopy:
     with torch.no_grad():
         logits = model.eval()(input_ids=probe, use_cache=False).logits
     merged = ((t.name, t.merged(*(p.detach() for p in t.parts))) for t in exported_tensors(model))
-    return ModelCopy(base, probe, logits, itertools.chain(merged, persistent_buffers(base)))
+    return ModelCopy(model, probe, logits, itertools.chain(merged, persistent_buffers(base)))
 
 
 def probe_tokens(base: PreTrainedModel) -> Tensor:
@@ -167,33 +192,47 @@ def probe_tokens(base: PreTrainedModel) -> Tensor:
     return torch.arange(16)[None] % base.config.get_text_config().vocab_size
 
 
-def _stream_model(engine: Engine) -> ModelCopy:
+def _stream_model(engine: Engine, config: RunConfig) -> ModelCopy:
     """Return the model and its logits for a few token ids. Its tensors are gathered as they are consumed."""
+    content = "merged" if config.model.lora is None else config.model.lora.export
     base = unwrap(engine.model)
     probe = probe_tokens(base)
     engine.ds.eval()
     with torch.no_grad():
         logits = engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()
-    return ModelCopy(base, probe, logits, _gather_tensors(engine))
+    adapters = (ExportedTensor(name, (parameter,)) for name, parameter in adapter_tensors(engine.model))
+    return ModelCopy(
+        engine.model,
+        probe,
+        logits,
+        iter(()) if content == "adapter" else _gather_model(engine),
+        iter(()) if content == "merged" else _gather(engine, adapters),
+    )
 
 
-def _gather_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the export in rank 0's host memory. All ranks must exhaust it."""
+def _gather_model(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the merged model in rank 0's host memory. All ranks must exhaust it."""
+    yield from _gather(engine, exported_tensors(engine.model))
+    if engine.world.is_main:
+        yield from ((name, _to_host(buffer)) for name, buffer in persistent_buffers(unwrap(engine.model)))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _gather(engine: Engine, tensors: Iterable[ExportedTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in rank 0's host memory. All ranks must exhaust it."""
     import deepspeed
 
-    def to_host(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=True).contiguous()
-
-    for tensor in exported_tensors(engine.model):
+    for tensor in tensors:
         partitioned = [p for p in tensor.parts if hasattr(p, "ds_id")]
         merged = None
         with deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
             if engine.world.is_main:
-                merged = to_host(tensor.merged(*(p.detach() for p in tensor.parts)))
+                merged = _to_host(tensor.merged(*(p.detach() for p in tensor.parts)))
         if merged is not None:
             yield tensor.name, merged
-    if engine.world.is_main:
-        yield from ((name, to_host(buffer)) for name, buffer in persistent_buffers(unwrap(engine.model)))
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -343,27 +382,51 @@ def check_export(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor)
     if (directory / "tokenizer.json").is_file():
         check_exported_tokenizer(directory, rows)
     unset_hf_deepspeed_config()
+    if has_only_adapter(directory):
+        model = _load_with_base(directory, expected.dtype)
+        _compare_logits(directory, model, probe, expected)
+        return
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
     model, report = loaded
 
-    def fail(problem: str) -> None:
-        raise UserError(f"{directory}: {problem}", code="export")
-
     if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
-        fail(f"tensors do not fit the configuration: {sorted(map(str, wrong))[:3]}")
+        raise _wrong_export(directory, f"tensors do not fit the configuration: {sorted(map(str, wrong))[:3]}")
     files = [safe_open(file, "pt") for file in directory.glob("*.safetensors")]
     written = {name for file in files for name in file.offset_keys()}
     in_memory = [(t.name, t.parts[0].detach()) for t in exported_tensors(model)]
     expected_names = saved_names(model, [*in_memory, *persistent_buffers(model)])
     if written != expected_names:
-        fail(f"transformers gives tensors other names: {sorted(written ^ expected_names)[:3]}")
+        names = sorted(written ^ expected_names)[:3]
+        raise _wrong_export(directory, f"transformers gives tensors other names: {names}")
+    _compare_logits(directory, model, probe, expected)
+    if (directory / DIRECTORY).is_dir():
+        check_export(directory / DIRECTORY, probe, expected, rows)
+
+
+def _wrong_export(directory: Path, problem: str) -> UserError:
+    return UserError(f"{directory}: {problem}", code="export")
+
+
+def _load_with_base(directory: Path, dtype: torch.dtype) -> nn.Module:
+    """Load an adapter and the base model that it names, as `emo eval` does."""
+    name, revision = base_of_adapter(directory)
+    base = Path(name) if Path(name).is_dir() else downloaded_directory(name, revision)
+    with linked_directory(files_with_base(directory, base)) as joined:
+        loaded = load_causal_lm(joined, dtype=dtype)
+    if loaded.faulty:
+        raise _wrong_export(directory, f"the adapter does not fit {name}")
+    return loaded.model
+
+
+def _compare_logits(directory: Path, model: Any, probe: Tensor, expected: Tensor) -> None:
+    """Raise UserError unless a loaded model has the logits of the trained model for `probe`."""
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=probe, use_cache=False).logits
     scale = expected.float().abs().max().clamp_min(1.0)
     error = ((logits.float() - expected.float()).abs().max() / scale).item()
     if not error <= TOLERANCE[model.dtype]:
-        fail(f"reloaded logits differ by {error:.2g} of their size")
+        raise _wrong_export(directory, f"reloaded logits differ by {error:.2g} of their size")
 
 
 def check_export_in_subprocess(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:

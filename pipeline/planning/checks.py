@@ -38,7 +38,8 @@ from ..engine.ds_config import check_deepspeed_host, deepspeed_config, parameter
 from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
 from ..model import kernels
-from ..model.build import add_lora, check_context, check_fits, model_config
+from ..model.adapters import add_lora, check_adapter
+from ..model.build import check_context, check_fits, model_config
 from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
 from ..model.objective_config import COSTS
 from ..model.objectives import objective_parts, training_objective
@@ -297,6 +298,8 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
             model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
             if config.model.lora is not None:
                 model = add_lora(model, config.model, config.train.seed)
+                if config.model.lora.path is not None:
+                    check_adapter(model, config.model.lora)
     except UserError:
         raise
     except Exception as error:  # transformers raises anything for an impossible configuration

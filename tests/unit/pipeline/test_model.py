@@ -26,7 +26,8 @@ from emo.pipeline.engine.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
 from emo.pipeline.loss.cost_files import load_cost
 from emo.pipeline.model import export
-from emo.pipeline.model.build import add_lora, check_fits, check_model, load_pretrained, model_config
+from emo.pipeline.model.adapters import add_lora
+from emo.pipeline.model.build import check_fits, check_model, load_pretrained, model_config
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.export import exported_tensors, write_shards
 from emo.pipeline.model.objectives import Losses, measuring, warn_of_twins

@@ -1,0 +1,150 @@
+"""LoRA adapters of a model: adding, continuing and writing them. PEFT implements and stores them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from emo.common.errors import UserError, nearest, one_line
+from emo.common.io.files import sha256, write_text
+from emo.common.io.untrusted import read_json
+from emo.common.io.weights import ADAPTER as SETTINGS
+from emo.common.io.weights import ADAPTER_FILE, explain_hub_error
+
+from ..loss.models.head import require_plain_head
+from .config import LoraConfig, ModelConfig
+
+ADAPTER = "default"  # PEFT's name of a run's only adapter
+DIRECTORY = "adapter"  # in an export that also has the merged model
+
+
+def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+    """Add low-rank adapters, initialised from `seed`, to linear layers and freeze all other weights."""
+
+    import peft
+
+    assert config.lora is not None
+    targets = config.lora.targets
+    for target in targets if isinstance(targets, list) else ():  # peft reports a single wrong name itself
+        _check_lora_target(model, target)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora.r,
+        lora_alpha=config.lora.alpha,
+        lora_dropout=config.lora.dropout,
+        target_modules=targets,
+        use_rslora=config.lora.use_rslora,
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # Adapters stay in the model's dtype. Otherwise ZeRO-3 would build them in float32 and ZeRO-2
+            # would cast them. DeepSpeed keeps a float32 copy of all trainable weights.
+            adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except (ValueError, re.error) as error:
+        raise UserError(f"model.lora.targets={targets}: {one_line(error)}", code="lora-targets") from None
+    require_plain_head(model)
+    return adapted
+
+
+def _check_lora_target(model: PreTrainedModel, target: str) -> None:
+    """Raise UserError if `target` names no layer of the model."""
+    names = [name for name, module in model.named_modules() if name and not list(module.children())]
+    if not any(f".{name}".endswith(f".{target}") for name in names):
+        suffixes = {name.rpartition(".")[2] for name in names if not name.endswith(".lm_head")}
+        hint = nearest(target, sorted(name for name in suffixes if not name.isdigit()))
+        raise UserError(
+            f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}",
+            code="lora-targets",
+        )
+
+
+def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model's adapters, with their names in PEFT's files."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            yield name.replace(f".{ADAPTER}", ""), parameter
+
+
+def _find_adapter(source: str) -> Path:
+    """Return the directory of an adapter, downloading it from the Hub if necessary."""
+    directory = Path(source)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            directory = Path(snapshot_download(source, allow_patterns=[SETTINGS, ADAPTER_FILE]))
+        except Exception as error:  # the hub raises many kinds of errors
+            raise UserError(f"model.lora.path: {explain_hub_error(source, error)}", code="adapter") from None
+    for name in (SETTINGS, ADAPTER_FILE):
+        if not (directory / name).is_file():
+            problem = f"model.lora.path={source} has no {name}, so it is not an adapter in PEFT's format"
+            raise UserError(f"{problem}. Name the directory of an adapter", code="adapter")
+    return directory
+
+
+def hash_adapter(config: ModelConfig) -> str | None:
+    """Return the sha256 of the adapter that training starts from, or None."""
+    if config.lora is None or config.lora.path is None:
+        return None
+    return sha256(_find_adapter(config.lora.path) / ADAPTER_FILE)
+
+
+def check_adapter(model: nn.Module, config: LoraConfig) -> None:
+    """Raise UserError unless the adapter in `config.path` has the recipe's settings and fits the model."""
+    assert config.path is not None
+    directory = _find_adapter(config.path)
+    problem = f"model.lora.path={config.path}"
+    try:
+        settings = read_json(directory / SETTINGS)
+        with safe_open(directory / ADAPTER_FILE, "pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        problem += f" is damaged ({one_line(error, 120)})"
+        raise UserError(f"{problem}. Restore it", code="adapter") from None
+    for key, wanted in (("r", config.r), ("alpha", config.alpha), ("use_rslora", config.use_rslora)):
+        found = settings.get({"alpha": "lora_alpha"}.get(key, key)) or False
+        if found != wanted:
+            raise UserError(f"{problem} has {key}={found}. Set model.lora.{key} to that", code="adapter")
+    needed = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in adapter_tensors(model)}
+    if different := sorted(stored.items() ^ needed.items()):
+        name, shape = different[0]
+        which = "has" if (name, shape) in stored.items() else "lacks"
+        cure = "Set model.lora.targets and model.path as for that adapter"
+        raise UserError(f"{problem} {which} {name} of shape {list(shape)}. {cure}", code="adapter")
+
+
+def load_adapter(model: nn.Module, source: str) -> None:
+    """Start the adapters of a model from those in a directory or on the Hub."""
+    import deepspeed
+
+    tensors = load_file(_find_adapter(source) / ADAPTER_FILE)
+    for name, parameter in adapter_tensors(model):
+        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
+        gathered = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0, enabled=bool(partitioned))
+        with gathered, torch.no_grad():
+            parameter.copy_(tensors[name])
+
+
+def write_adapter(
+    directory: Path, model: Any, config: ModelConfig, tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write an adapter as PEFT does, with the name of its base model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), str(directory / ADAPTER_FILE), metadata={"format": "pt"})
+    settings = copy.deepcopy(model.peft_config[ADAPTER])
+    settings.base_model_name_or_path = config.path
+    settings.revision = config.revision
+    settings.inference_mode = True
+    tree = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
+    write_text(directory / SETTINGS, json.dumps(tree, indent=2, sort_keys=True, default=str) + "\n")

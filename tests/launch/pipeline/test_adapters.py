@@ -1,0 +1,94 @@
+"""LoRA runs that start from an adapter, and exports with adapters."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from emo.eval.models.model import EvaluatedModel
+from tests.helpers.launching import kill_ranks, losses, run_alone, run_ranks, tiny_recipe
+
+LORA = ("model.architecture=null", "model.lora.r=4", "model.lora.use_rslora=true", "model.lora.dropout=0")
+PROBE = torch.arange(16)[None]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a recipe, and a trained model to adapt."""
+    folder = tmp_path_factory.mktemp("base")
+    recipe = tiny_recipe(folder, save_steps=4, max_steps=6)
+    done = run_alone(str(recipe), "train.max_steps=2")
+    assert not done.returncode, done.stdout
+    shutil.move(folder / "run/export", folder / "base")
+    return recipe, folder / "base"
+
+
+def train(base: tuple[Path, Path], run_dir: Path, *settings: str) -> tuple[str, ...]:
+    options = (str(base[0]), f"output_dir={run_dir}", f"model.path={base[1]}", *LORA, *settings)
+    done = run_ranks("launch/continual.sh", *options)
+    assert not done.returncode, done.stdout
+    return options
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=PROBE).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_base_and_exported_adapter_equal_the_merged_model(
+    base: tuple[Path, Path], tmp_path: Path, stage: str
+) -> None:
+    train(base, tmp_path / "both", "model.lora.export=both", f"deepspeed=ds_configs/{stage}.json")
+    train(base, tmp_path / "adapter", "model.lora.export=adapter", f"deepspeed=ds_configs/{stage}.json")
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both/export"))
+    for adapter in (tmp_path / "both/export/adapter", tmp_path / "adapter/export"):
+        assert not (adapter / "config.json").exists() and not list(adapter.glob("model*.safetensors"))
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base[1]), adapter)
+        assert torch.allclose(logits(adapted), merged, atol=1e-5)
+        assert torch.allclose(logits(EvaluatedModel(str(adapter)).model), merged, atol=1e-5)
+        assert AutoTokenizer.from_pretrained(adapter).encode("a fish")
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base[1])), merged, atol=1e-3)
+
+
+def test_a_run_continues_an_adapter_and_resumes(base: tuple[Path, Path], tmp_path: Path) -> None:
+    zero = "deepspeed=ds_configs/zero3.json"
+    train(base, tmp_path / "first", "model.lora.export=both", zero)
+    start = f"model.lora.path={tmp_path / 'first/export/adapter'}"
+    options = train(base, tmp_path / "undisturbed", start, zero)
+    killed = (options[0], f"output_dir={tmp_path / 'killed'}", *options[2:])
+    kill_ranks(tmp_path / "killed", 5, "launch/continual.sh", *killed)
+    train(base, tmp_path / "killed", start, zero)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+    expected, weights = (
+        load_file(tmp_path / name / "export/model.safetensors") for name in ("undisturbed", "killed")
+    )
+    assert all(weights[name].equal(tensor) for name, tensor in expected.items())
+    # Training from the adapter is training from the merged model, while both are near the start.
+    merged = [str(base[0]), f"output_dir={tmp_path / 'merged'}", f"model.path={tmp_path / 'first/export'}"]
+    done = run_ranks("launch/continual.sh", *merged, *LORA, zero)
+    assert not done.returncode, done.stdout
+    (_, continued, _), (_, restarted, _) = losses(tmp_path / "undisturbed")[0], losses(tmp_path / "merged")[0]
+    assert continued == pytest.approx(restarted, abs=1e-5)
+
+
+def test_an_adapter_with_other_settings_is_rejected(base: tuple[Path, Path], tmp_path: Path) -> None:
+    train(base, tmp_path / "run", "model.lora.export=adapter")
+    start = f"model.lora.path={tmp_path / 'run/export'}"
+    common = (str(base[0]), f"output_dir={tmp_path / 'new'}", *LORA)
+    model = f"model.path={base[1]}"
+    for settings, problem in (
+        ((start, model, "model.lora.r=8"), "has r=4"),
+        ((start, model, "model.lora.alpha=3"), "has alpha=8"),
+        ((start, model, "model.lora.targets=[q_proj]"), "model.lora.targets"),
+        ((f"model.lora.path={tmp_path}", model), "adapter_config.json"),
+        ((f"model.path={tmp_path / 'run/export'}",), f"model.path={base[1]} and model.lora.path="),
+    ):
+        done = run_alone(*common, *settings)
+        assert done.returncode == 2 and problem in done.stdout, done.stdout
