@@ -36,6 +36,7 @@ GROUPS = {
         "train": Command("emo.launch.supervise:train", "train a recipe with DeepSpeed, or resume it"),
         "top": Command(TRAINING, "show what the ranks of a run are doing"),
         "export-model": Command(TRAINING, "turn a checkpoint into a Hugging Face model"),
+        "merge": Command(TRAINING, "merge models of one architecture into one"),
         "score": Command(TRAINING, "store a model's token log-probabilities for a teacher or reference"),
     },
     "Evaluation": {
@@ -77,7 +78,8 @@ OTHER_COMMANDS = {
     "plan": "estimate estimate-memory dry-run",
     "top": "status",
     "tasks": "ls-tasks list",
-    "export": "merge merge-lora push",
+    "export": "push",
+    "merge": "merge-lora mergekit mergekit-yaml average",
 }
 NEED_CHECKOUT = ("sweep", "table", "advise")  # their package is not in the wheel
 

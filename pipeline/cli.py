@@ -1,4 +1,4 @@
-"""The commands `emo plan`, `preflight`, `score`, `export-model`, `top` and `report` (of runs).
+"""The commands `emo plan`, `preflight`, `score`, `export-model`, `merge`, `top` and `report` (of runs).
 
 Heavy modules are imported after the arguments were checked.
 """
@@ -44,7 +44,7 @@ def run(argv: list[str]) -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    """Run `emo plan | preflight | score | export-model | top | report` and return the exit code."""
+    """Run `emo plan | preflight | score | export-model | merge | top | report` and return the exit code."""
     args = parse_arguments(make_parser(), argv)
     silence_libraries()
     return exit_code_of(lambda: args.work(args), alone=is_first_of_host())
@@ -83,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = "a run directory, whose newest checkpoint is exported, or a checkpoint in it"
     export.add_argument("checkpoint", type=Path, metavar="RUN_DIR[/step-N]", help=about)
     export.add_argument("target", type=Path, metavar="OUT", help="directory to create")
+    _add_merge(commands)
     _add_report(commands)
     return parser
 
@@ -128,6 +129,33 @@ def _add_score(commands: Any) -> None:
     about = "score only the data shards of job I of N, counted from 0"
     add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=about)
     add("--force", action="store_true", help="replace existing scores")
+
+
+def _add_merge(commands: Any) -> None:
+    parser = commands.add_parser(
+        "merge",
+        description="Merge models of one architecture into one, on the CPU. The mean of a base model and a "
+        "tuned one often keeps most of what both can do. The tokenizer and settings are those of the last.",
+        examples=[
+            "emo merge BASE_DIR runs/mine/export --weights 0.3 0.7 --output_path merged",
+            "emo merge runs/a/export runs/b/export --method ties --base BASE_DIR --output_path merged",
+        ],
+    )
+    parser.set_defaults(work=_merge)
+    add = parser.add_argument
+    add("models", nargs="+", type=Path, metavar="MODEL", help="directory of a model")
+    add("--output_path", type=Path, required=True, metavar="DIR", help="directory to create")
+    about = (
+        "linear: weighted sum; slerp: rotation from the first to the second model; task_arithmetic and ties: "
+    )
+    about += "the base plus weighted changes (%(default)s)"
+    methods = ("linear", "slerp", "task_arithmetic", "ties")
+    add("--method", choices=methods, default="linear", help=about)
+    about = "weight of each model (linear: equal ones; task_arithmetic, ties: 1; slerp: one weight, 0.5)"
+    add("--weights", nargs="+", type=float, metavar="W", help=about)
+    add("--base", type=Path, metavar="DIR", help="the model that the others were trained from")
+    about = "ties: share of the largest changes to keep in each tensor (%(default)s)"
+    add("--density", type=float, default=0.5, metavar="SHARE", help=about)
 
 
 def _add_report(commands: Any) -> None:
@@ -239,6 +267,33 @@ def _export_model(args: argparse.Namespace) -> int:
         disable_progress_bar()
         checkpoint = export_checkpoint(args.checkpoint, args.target)
     print(f"exported {checkpoint.name}: {args.target}")
+    return ExitCode.DONE
+
+
+def _merge(args: argparse.Namespace) -> int:
+    slerp = args.method == "slerp"
+    needs_base = args.method in ("task_arithmetic", "ties")
+    count = len(args.models)
+    if count < (1 if needs_base else 2) or (slerp and count != 2):
+        raise UserError(
+            f"--method {args.method} needs {'exactly' if slerp else 'at least'} two models", code="merge"
+        )
+    if needs_base != (args.base is not None):
+        which = "needs --base, the model that the others were trained from" if needs_base else "has no --base"
+        raise UserError(f"--method {args.method} {which}", code="merge")
+    default = [0.5] if slerp else [1.0] * count if needs_base else [1 / count] * count
+    weights = args.weights or default
+    if len(weights) != len(default):
+        raise UserError(f"--weights: give {len(default)} for --method {args.method}", code="merge")
+    if not 0 < args.density <= 1:
+        raise UserError("--density must be above 0 and at most 1", code="merge")
+    with show_activity("merging"):
+        from .model.merging import Merge, merge_models
+
+        merge_models(
+            args.models, args.base, Merge(args.method, tuple(weights), args.density), args.output_path
+        )
+    print(f"merged: {args.output_path}")
     return ExitCode.DONE
 
 

@@ -1,0 +1,96 @@
+"""Merging of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from emo.pipeline.cli import main
+from emo.pipeline.model.merging import Merge, merge_tensors
+from tests.helpers.evaluating import tiny_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return a base model and two others of the same architecture."""
+    folder = tmp_path_factory.mktemp("models")
+    directories = [folder / name for name in ("base", "one", "two")]
+    for seed, directory in enumerate(directories):
+        tiny_model(directory, seed)
+    return directories
+
+
+def merge(models: list[Path], out: Path, *options: str) -> int:
+    return main(["merge", *map(str, models), "--output_path", str(out), *options])
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.double() for name, tensor in load_file(directory / "model.safetensors").items()}
+
+
+def test_each_method_equals_its_definition(models: list[Path], tmp_path: Path) -> None:
+    base, one, two = map(weights, models)
+    start = ["--base", str(models[0])]
+    assert merge(models[1:], tmp_path / "mean") == 0
+    assert merge(models[:2], tmp_path / "wise", "--weights", "0.25", "0.75") == 0
+    assert merge(models[1:], tmp_path / "slerp", "--method", "slerp", "--weights", "0.25") == 0
+    assert (
+        merge(models[1:], tmp_path / "sum", "--method", "task_arithmetic", "--weights", "0.5", "1", *start)
+        == 0
+    )
+    assert merge(models[1:2], tmp_path / "ties", "--method", "ties", "--density", "1", *start) == 0
+    found = {path.name: weights(path) for path in tmp_path.iterdir()}
+    for name in base:
+        a, b = one[name].flatten(), two[name].flatten()
+        angle = torch.arccos(torch.dot(a, b) / (a.norm() * b.norm()))
+        rotated = (torch.sin(0.75 * angle) * a + torch.sin(0.25 * angle) * b) / torch.sin(angle)
+        if a.equal(b):  # norms that start as ones
+            rotated = a
+        expected = {
+            "mean": (one[name] + two[name]) / 2,
+            "wise": 0.25 * base[name] + 0.75 * one[name],
+            "slerp": rotated.view_as(one[name]),
+            "sum": base[name] + 0.5 * (one[name] - base[name]) + (two[name] - base[name]),
+            "ties": one[name],
+        }
+        for method, value in expected.items():
+            assert torch.allclose(found[method][name], value, atol=1e-6), (method, name)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "mean")
+    assert AutoTokenizer.from_pretrained(tmp_path / "mean").encode("a")
+
+
+def test_ties_keeps_large_changes_of_the_elected_sign() -> None:
+    base = torch.zeros(4)
+    changes = [torch.tensor([4.0, 1.0, -3.0, 0.5]), torch.tensor([2.0, -1.0, 5.0, 0.1])]
+    merged = merge_tensors(changes, base, Merge("ties", (1.0, 1.0), 0.5))
+    assert merged.tolist() == [3.0, 0.0, 5.0, 0.0]  # the third changes by 5 - 3, so its sign is +
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--method", "ties"], "needs --base"),
+        (["--weights", "1"], "give 2"),
+        (["--density", "0", "--method", "ties", "--base", "."], "--density"),
+        (["--base", "."], "has no --base"),
+    ],
+)
+def test_options_that_do_not_fit_are_rejected(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], problem: str
+) -> None:
+    assert merge(models[1:], tmp_path / "out", *options) == 2
+    assert problem in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_models_of_another_architecture_are_rejected(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tiny_model(tmp_path / "other", num_hidden_layers=3)
+    assert merge([models[0], other], tmp_path / "out") == 2
+    assert "differ in" in capsys.readouterr().err
+    assert merge([models[0], tmp_path], tmp_path / "out") == 2
+    assert "is not a model directory" in capsys.readouterr().err
