@@ -145,10 +145,8 @@ def _add_merge(commands: Any) -> None:
     add = parser.add_argument
     add("models", nargs="+", type=Path, metavar="MODEL", help="directory of a model")
     add("--output_path", type=Path, required=True, metavar="DIR", help="directory to create")
-    about = (
-        "linear: weighted sum; slerp: rotation from the first to the second model; task_arithmetic and ties: "
-    )
-    about += "the base plus weighted changes (%(default)s)"
+    about = "linear: weighted sum; slerp: rotation from the first to the second model; task_arithmetic and "
+    about += "ties: the base plus weighted changes (%(default)s)"
     methods = ("linear", "slerp", "task_arithmetic", "ties")
     add("--method", choices=methods, default="linear", help=about)
     about = "weight of each model (linear: equal ones; task_arithmetic, ties: 1; slerp: one weight, 0.5)"
@@ -275,9 +273,8 @@ def _merge(args: argparse.Namespace) -> int:
     needs_base = args.method in ("task_arithmetic", "ties")
     count = len(args.models)
     if count < (1 if needs_base else 2) or (slerp and count != 2):
-        raise UserError(
-            f"--method {args.method} needs {'exactly' if slerp else 'at least'} two models", code="merge"
-        )
+        amount = "exactly" if slerp else "at least"
+        raise UserError(f"--method {args.method} needs {amount} two models", code="merge")
     if needs_base != (args.base is not None):
         which = "needs --base, the model that the others were trained from" if needs_base else "has no --base"
         raise UserError(f"--method {args.method} {which}", code="merge")
@@ -290,9 +287,8 @@ def _merge(args: argparse.Namespace) -> int:
     with show_activity("merging"):
         from .model.merging import Merge, merge_models
 
-        merge_models(
-            args.models, args.base, Merge(args.method, tuple(weights), args.density), args.output_path
-        )
+        merge = Merge(args.method, tuple(weights), args.density)
+        merge_models(args.models, args.base, merge, args.output_path)
     print(f"merged: {args.output_path}")
     return ExitCode.DONE
 

@@ -1,7 +1,7 @@
 """Merge models of one architecture into one model, tensor by tensor, without loading any of them as a whole.
 
-    linear           sum of w_i * model_i, by default their mean. With a base and a tuned model this is WiSE-FT
-                     (Wortsman et al. 2022, arXiv 2109.01903)
+    linear           sum of w_i * model_i, by default their mean. A base and a tuned model: WiSE-FT (Wortsman et
+                     al. 2022, arXiv 2109.01903)
     slerp            rotation from the first to the second model by w, for each tensor
     task_arithmetic  base + sum of w_i * (model_i - base) (Ilharco et al. 2023, arXiv 2212.04089)
     ties             the same, after trimming and with elected signs (Yadav et al. 2023, arXiv 2306.01708)
@@ -33,8 +33,10 @@ from .export import write_shards
 
 WEIGHTS = "model.safetensors"
 # Keys of a configuration in which models of one architecture may differ.
-NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
-NOT_ARCHITECTURE += ("bos_token_id", "eos_token_id", "pad_token_id")
+NOT_ARCHITECTURE = (
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 class Merge(NamedTuple):
