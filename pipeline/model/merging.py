@@ -1,7 +1,7 @@
 """Merge models of one architecture into one model, tensor by tensor, without loading any of them as a whole.
 
-    linear           sum of w_i * model_i, by default their mean. A base and a tuned model: WiSE-FT (Wortsman et
-                     al. 2022, arXiv 2109.01903)
+    linear           sum of w_i * model_i, by default their mean. A base and a tuned model: WiSE-FT
+                     (Wortsman et al. 2022, arXiv 2109.01903)
     slerp            rotation from the first to the second model by w, for each tensor
     task_arithmetic  base + sum of w_i * (model_i - base) (Ilharco et al. 2023, arXiv 2212.04089)
     ties             the same, after trimming and with elected signs (Yadav et al. 2023, arXiv 2306.01708)
