@@ -19,6 +19,7 @@ _FOREIGN_NAMES = {
     "model.dtype": "bf16 fp16 precision mixed_precision torch_dtype",
     "model.attn_implementation": "flash_attention flash_attn flash_attn_2 sdp_attention",
     "model.activation_checkpointing": "gradient_checkpointing",
+    "model.neftune_noise_alpha": "neftune neftune_alpha noisy_embedding_alpha",
     "model.kernels": "use_liger use_liger_kernel enable_liger_kernel liger_rope liger_rms_norm "
     "liger_layer_norm liger_glu_activation liger_swiglu liger_fused_linear_cross_entropy",
     "data.root": "dataset_dir",
@@ -71,7 +72,6 @@ UNSUPPORTED_KEYS = {
     name: hint
     for names, hint in {
         "load_in_4bit load_in_8bit quantization_bit bnb_4bit_compute_dtype bnb_config": _QUANTISED,
-        "neftune_noise_alpha neftune": "noise on embeddings (NEFTune) is not supported; remove it",
         "rl dpo_beta ref_model reward_model kl_coef rlhf dpo kto orpo grpo ppo": NO_PREFERENCES,
         "sample_packing packing eval_packing eval_sample_packing pad_to_sequence_len neat_packing "
         "group_by_length": _PACKED,

@@ -7,6 +7,7 @@ labels its forward is the ordinary one, so generation and export work unchanged.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,9 +193,27 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     smoothing = config.objective.label_smoothing
     z_loss = config.objective.z_loss
     fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
+    if config.model.neftune_noise_alpha:
+        add_embedding_noise(model, config.model.neftune_noise_alpha)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return trained
+
+
+def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
+    """Add noise from [-alpha, alpha] / sqrt(L * d) to embeddings [batch, L, d] in steps of training.
+
+    This is NEFTune (Jain et al. 2023, arXiv 2310.05914), where L is the length of packed rows. Validation and
+    teachers, which need no gradient, have no noise.
+    """
+
+    def add_noise(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        if not (module.training and torch.is_grad_enabled()):
+            return embedded
+        limit = alpha / math.sqrt(embedded.shape[1] * embedded.shape[2])
+        return embedded + torch.empty_like(embedded).uniform_(-limit, limit)
+
+    model.get_input_embeddings().register_forward_hook(add_noise)
 
 
 def packed(manifests: Sequence[Manifest]) -> bool:

@@ -56,6 +56,8 @@ class ModelConfig(Section):
     kernels: Literal["liger"] | None = mark(FREE, None)
     """Compute RMSNorm, rotary embedding and the gated product of each layer with Liger's kernels, on GPUs and
     for supported families. Every start compares them with the model's own layers."""
+    neftune_noise_alpha: float = Field(0.0, ge=0)
+    """Add uniform noise to the input embeddings while training (NEFTune). Usual values are 5 to 15."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
 

@@ -147,7 +147,7 @@ SUGGESTIONS = {  # for keys of other trainers
     "per_device_train_batch_size": "train.micro_batch_size", "sample_packing": "always packed",
     "max_seq_length": "data.sequence_len", "datasets": "data.sources", "wandb_project": "train.project",
     "bf16": "model.dtype", "lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha",
-    "load_in_4bit": "not supported", "neftune_noise_alpha": "not supported", "rl": "use TRL",
+    "load_in_4bit": "not supported", "neftune_noise_alpha": "model.neftune_noise_alpha", "rl": "use TRL",
     "flash_attention": "model.attn_implementation", "val_set_size": "data.validation_fraction",
     "trust_remote_code": "never run", "seed": "train.seed or data.seed",
     "weight_decay": "train.weight_decay", "dedup": "data.dedup", "dataset_dir": "data.root",

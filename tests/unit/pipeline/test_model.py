@@ -27,7 +27,13 @@ from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
 from emo.pipeline.loss.cost_files import load_cost
 from emo.pipeline.model import export
 from emo.pipeline.model.adapters import add_lora
-from emo.pipeline.model.build import check_fits, check_model, load_pretrained, model_config
+from emo.pipeline.model.build import (
+    add_embedding_noise,
+    check_fits,
+    check_model,
+    load_pretrained,
+    model_config,
+)
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.export import exported_tensors, write_shards
 from emo.pipeline.model.objectives import Losses, measuring, warn_of_twins
@@ -49,6 +55,20 @@ def run_config(directory: Path, **model: Any) -> RunConfig:
     data = {"dir": directory, "tokenizer": "x", "sources": [{"files": "x"}]}
     tree = {"output_dir": directory, "data": data, "model": {"path": "x", "dtype": "float32"} | model}
     return RunConfig(**tree, train={"max_steps": 1})  # type: ignore[arg-type]
+
+
+def test_embeddings_have_noise_only_while_training() -> None:
+    model = family("llama")
+    embeddings = model.get_input_embeddings()
+    ids = torch.randint(0, 61, (2, 8))
+    clean = embeddings(ids)
+    add_embedding_noise(model, 5.0)
+    limit = 5.0 / (8 * 32) ** 0.5
+    noise = (model.train().get_input_embeddings()(ids) - clean).abs()
+    assert 0.9 * limit < noise.max() <= limit * 1.001 and 0.4 * limit < noise.mean() < 0.6 * limit
+    with torch.no_grad():
+        assert embeddings(ids).equal(clean)
+    assert model.eval().get_input_embeddings()(ids).equal(clean)
 
 
 def test_demd_is_measured_for_mle_only_within_the_block() -> None:
