@@ -51,7 +51,7 @@ _FOREIGN_NAMES = {
     "train.keep_best": "metric_for_best_model save_best greater_is_better",
     "train.load_best_at_end": "load_best_model_at_end",
     "train.early_stopping": "early_stopping_patience early_stopping_threshold",
-    "train.report_to": "tensorboard wandb use_wandb",
+    "train.report_to": "tensorboard wandb use_wandb mlflow trackio use_mlflow",
     "train.project": "wandb_project",
 }
 AMBIGUOUS = {"name", "path"}  # keys that occur in many sections

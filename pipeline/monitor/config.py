@@ -8,7 +8,12 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from emo.common.config.recipe import FREE, Section, mark
 
-LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # what a logger needs to have installed
+LOGGER_PACKAGES = {  # what a logger needs to have installed
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+}
 
 
 class ProfileConfig(Section):
@@ -39,10 +44,10 @@ class MonitorConfig(Section):
     """Texts that the model continues before the first step and at every save."""
     sample_tokens: int = mark(FREE, 64, gt=0)
     """Tokens of each continuation."""
-    report_to: list[Literal["tensorboard", "wandb"]] = mark(FREE, [])
-    """Loggers that receive the metrics besides metrics.jsonl: TensorBoard, Weights & Biases."""
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = mark(FREE, [])
+    """Trackers that receive the metrics besides metrics.jsonl."""
     project: str = mark(FREE, "emo")
-    """Project in Weights & Biases."""
+    """Project in Weights & Biases and Trackio, experiment in MLflow."""
     profile: ProfileConfig | None = mark(FREE, None)
     """Steps and ranks that torch.profiler records."""
     max_skipped: int = mark(FREE, 5, gt=0)

@@ -12,7 +12,7 @@ from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_once
 
 from ..config import RunConfig
-from ..control.run_dir import WANDB_ID
+from ..control.run_dir import MLFLOW_ID, TRACKIO_ID, WANDB_ID
 
 
 class Logger:
@@ -76,4 +76,74 @@ class WeightsAndBiases(Logger):
         self._run.finish()
 
 
-LOGGERS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+class MLflow(Logger):
+    """Logs to the MLflow run that belongs to the run directory, on the server of MLFLOW_TRACKING_URI."""
+
+    def __init__(self, config: RunConfig, first_step: int) -> None:
+        import mlflow
+
+        run_dir = config.output_dir
+        file = run_dir / MLFLOW_ID
+        try:
+            mlflow.set_experiment(config.train.project)
+            if file.is_file():
+                mlflow.start_run(run_id=file.read_text(encoding="utf-8"))
+            else:
+                run = mlflow.start_run(run_name=run_dir.name)
+                write_once(file, run.info.run_id)
+                mlflow.log_params(_flatten(config.model_dump(mode="json")))
+        except mlflow.exceptions.MlflowException as error:
+            problem = f"train.report_to=[mlflow]: {one_line(error, 200)}"
+            raise UserError(
+                f"{problem}. Set MLFLOW_TRACKING_URI to a server or directory", code="tracking"
+            ) from None
+        self._mlflow = mlflow
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        numbers = {key: float(v) for key, v in values.items() if isinstance(v, int | float)}
+        self._mlflow.log_metrics(numbers, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class Trackio(Logger):
+    """Logs to the Trackio run of the same name, also after a restart."""
+
+    def __init__(self, config: RunConfig, first_step: int) -> None:
+        import trackio
+
+        run_dir = config.output_dir
+        write_once(run_dir / TRACKIO_ID, f"{run_dir.name}-{secrets.token_hex(4)}")
+        self._run = trackio.init(
+            config.train.project,
+            name=(run_dir / TRACKIO_ID).read_text(encoding="utf-8"),
+            resume="allow",
+            config=config.model_dump(mode="json"),
+            embed=False,
+        )
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self._run.log({key: v for key, v in values.items() if v is not None}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a recipe by dotted key, without keys that are not set."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        elif value not in (None, [], ""):
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+LOGGERS: dict[str, type[Logger]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}

@@ -253,6 +253,41 @@ def test_tensorboard_and_wandb_get_every_record(tmp_path: Path, monkeypatch: pyt
     assert curves <= set(events.Tags()["scalars"])
 
 
+def log_twice(directory: Path, tracker: str, project: str) -> None:
+    """Log a step of two runs with the same name, then a step of the first one after a restart."""
+    for step, run in ((1, "a/run"), (1, "b/run"), (2, "a/run")):
+        options: dict[str, Any] = {"report_to": f"[{tracker}]", "logging_steps": 1, "project": project}
+        metrics = reporter(directory / run, **options)
+        take_step(metrics, step, ONE._replace(nll=2.0 * step), tokens=4)
+        metrics.close()
+
+
+def test_mlflow_continues_the_run_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    log_twice(tmp_path, "mlflow", "mine")
+    runs = mlflow.search_runs(experiment_names=["mine"], output_format="list")
+    assert len(runs) == 2 and all(run.info.status == "FINISHED" for run in runs)
+    first = (tmp_path / "a/run" / run_dir.MLFLOW_ID).read_text()
+    history = mlflow.MlflowClient().get_metric_history(first, "train/nll")
+    assert [point.step for point in history] == [1, 2]
+    assert mlflow.get_run(first).data.params["train.global_batch_size"]
+
+
+def test_trackio_continues_the_run_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    log_twice(tmp_path, "trackio", "mine")
+    names = [(tmp_path / run / run_dir.TRACKIO_ID).read_text() for run in ("a/run", "b/run")]
+    assert len(set(names)) == 2
+    logs = [SQLiteStorage.get_logs("mine", name) for name in names]
+    assert [entry["step"] for entry in logs[0]] == [1, 2] and len(logs[1]) == 1
+    assert logs[0][0]["train/nll"] > 0
+
+
 def test_the_profiler_records_its_steps_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that stops earlier writes what it has. On a GPU also its memory is recorded."""
     calls: list[str] = []
