@@ -1,4 +1,5 @@
-"""The commands `emo plan`, `preflight`, `score`, `export-model`, `merge`, `top` and `report` (of runs).
+"""The commands `emo plan`, `preflight`, `score`, `export-model`, `extend-vocabulary`, `merge`, `top` and
+`report` (of runs).
 
 Heavy modules are imported after the arguments were checked.
 """
@@ -83,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = "a run directory, whose newest checkpoint is exported, or a checkpoint in it"
     export.add_argument("checkpoint", type=Path, metavar="RUN_DIR[/step-N]", help=about)
     export.add_argument("target", type=Path, metavar="OUT", help="directory to create")
+    _add_extension(commands)
     _add_merge(commands)
     _add_report(commands)
     return parser
@@ -129,6 +131,23 @@ def _add_score(commands: Any) -> None:
     about = "score only the data shards of job I of N, counted from 0"
     add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=about)
     add("--force", action="store_true", help="replace existing scores")
+
+
+def _add_extension(commands: Any) -> None:
+    parser = commands.add_parser(
+        "extend-vocabulary",
+        description="Add tokens to a BPE tokenizer and its model, so that text of a domain or a language "
+        "needs fewer tokens. They are learned from the prepared data of the recipe. Old ids stay.",
+        examples=["emo extend-vocabulary mine.yaml --pieces 2000 --output_path models/extended"],
+    )
+    parser.set_defaults(work=_extend_vocabulary)
+    add = add_recipe(parser, RunConfig)
+    add("--pieces", type=int, default=0, metavar="N", help="largest number of new tokens (%(default)s)")
+    about = "special tokens to add, for example those of a chat template"
+    add("--special", nargs="+", default=[], metavar="TOKEN", help=about)
+    about = "make the number of embeddings a multiple of this, which is faster on GPUs (%(default)s)"
+    add("--pad_to_multiple_of", type=int, default=1, metavar="N", help=about)
+    add("--output_path", type=Path, required=True, metavar="DIR", help="directory to create")
 
 
 def _add_merge(commands: Any) -> None:
@@ -265,6 +284,24 @@ def _export_model(args: argparse.Namespace) -> int:
         disable_progress_bar()
         checkpoint = export_checkpoint(args.checkpoint, args.target)
     print(f"exported {checkpoint.name}: {args.target}")
+    return ExitCode.DONE
+
+
+def _extend_vocabulary(args: argparse.Namespace) -> int:
+    if args.pieces < 0 or args.pad_to_multiple_of < 1 or not (args.pieces or args.special):
+        problem = "give --pieces from 1 or --special, and --pad_to_multiple_of from 1"
+        raise UserError(problem, code="extension")
+    config = load_config(args.recipe, args.overrides)
+    announce("extend-vocabulary")
+    with show_activity("learning new tokens"):
+        from .model.vocabulary import extend_model
+
+        size = (args.pieces, args.special, args.pad_to_multiple_of)
+        changed = extend_model(config, *size, args.output_path)
+    print(f"{args.output_path}: {changed.pieces:,} new tokens")
+    for name, measured in (("before", changed.before), ("after", changed.after)):
+        print(f"  {name:7} {measured.tokens:.3f} tokens and {measured.nll:.3f} nats per character")
+    print(f"prepare the data again: model.path={args.output_path} data.tokenizer={args.output_path}")
     return ExitCode.DONE
 
 

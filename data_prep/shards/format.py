@@ -300,6 +300,11 @@ class TokenDataset:
         """Return the number of tokens in a row without padding."""
         return len(self._row(row)[0])
 
+    def documents_of(self, row: int) -> list[np.ndarray]:
+        """Return the tokens of each document or example in a row, or of its part in this row."""
+        tokens, segments, *_ = self._row(row)
+        return np.split(tokens, np.cumsum(segments)[:-1])
+
     def sources_of(self, row: int) -> np.ndarray:
         """Return the hash of the document or example of each segment of a row, uint64.
 
