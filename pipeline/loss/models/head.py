@@ -153,7 +153,7 @@ class FusedHead(nn.Linear):
         if labels is None:
             return super().forward(hidden)
         if isinstance(teacher, Teacher) and teacher.weight is None:
-            teacher = self._as_teacher(teacher.hidden)
+            teacher = self._as_teacher(teacher.hidden)._replace(temperature=teacher.temperature)
         return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
 
     def _as_teacher(self, hidden: Tensor) -> Teacher:
