@@ -55,9 +55,9 @@ from .control.world import (
     run_on_main,
     set_timeout,
 )
+from .engine.average import WeightAverage
 from .engine.config import lr_at
 from .engine.devices import device_name
-from .engine.average import WeightAverage
 from .engine.engine import TAG, Engine
 from .engine.totals import StepTotals
 from .model.build import build_model, check_model, packed, write_initial_weights

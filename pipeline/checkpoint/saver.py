@@ -290,6 +290,7 @@ class Saver:
             "objective": config.objective.label,
             "params": config.objective.params,
             "cost": config.objective.cost,
+            "teacher": config.objective.teacher_label,
             "step": step,
             "tokens": tokens,
             "data_fingerprint": self.identity["data"],

@@ -1,8 +1,8 @@
 """The exponential average of the weights that train, held in the parameters of a teacher.
 
-After each optimizer step, average = decay * average + (1 - decay) * weights. It is computed in float32 from the
-weights in the dtype of the model. The parameters of the teacher receive it in their dtype. Under ZeRO-3 each
-rank holds the average of its partition. Otherwise each rank holds all of it, and rank 0 saves it.
+After each optimizer step, average = decay * average + (1 - decay) * weights. It is computed in float32 from
+the weights in the dtype of the model. The parameters of the teacher receive it in their dtype. Under ZeRO-3
+each rank holds the average of its partition. Otherwise each rank holds all of it, and rank 0 saves it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def local_values(parameter: nn.Parameter, rank: int) -> Tensor:
 class WeightAverage:
     """The average of the trained weights of a model. All ranks create it and call its methods."""
 
-    def __init__(self, model: nn.Module, copies: Mapping[str, nn.Parameter], decay: float, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, copies: Mapping[str, nn.Parameter], decay: float, world: World
+    ) -> None:
         """Start from the weights before training, which the teacher must have, too.
 
         Args:
@@ -59,8 +61,11 @@ class WeightAverage:
                 self._wide[name] = values.float()
         differing = next(filter(None, gather_objects(differing)), "")
         if differing:
-            problem = f"the averaged teacher does not start from the weights of the model: {differing} differs"
-            raise UserError(f"{problem}. Load both from the same files", code="teacher-start")
+            problem = (
+                f"objective.teacher.ema does not start from the weights of the model: {differing} differs"
+            )
+            cure = "Start again, or remove unusual settings from the DeepSpeed configuration"
+            raise UserError(f"{problem}. {cure}", code="teacher-start")
 
     def _local_pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield name, trained values and teacher's values of each parameter, as this rank holds them."""

@@ -162,9 +162,7 @@ class Engine:
 
     def snapshot(self, directory: Path) -> None:
         """Copy this rank's part of the state, to be written below `directory`; all ranks must call."""
-        self.ds.save_checkpoint(
-            str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True
-        )
+        self.ds.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True)
         if self.average is not None and (averages := self.average.state()):
             self.files.save(averages, str(self.average.file(directory / TAG)))
 

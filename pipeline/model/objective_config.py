@@ -204,6 +204,16 @@ class ObjectiveConfig(Section):
         return teacher.ema if isinstance(teacher, TeacherConfig) else None
 
     @property
+    def teacher_label(self) -> str | None:
+        """Return the teacher's name for model cards, or None."""
+        teacher = self.resolved_teacher
+        if not isinstance(teacher, TeacherConfig):
+            return teacher
+        if teacher.ema is not None:
+            return f"ema {teacher.ema:g}"
+        return teacher.model or f"scores {teacher.scores}"
+
+    @property
     def scores_name(self) -> str | None:
         """Return the name of the stored scores that training reads."""
         teacher = self.resolved_teacher

@@ -2,7 +2,7 @@
 
 Under ZeRO-3 its weights are partitioned and offloaded like the student's. Otherwise every rank holds them.
 `base` is the model before training: a copy of it or, with adapters, the trained model without them.
-An average of the trained model is a copy, too. With adapters, it is a second set of them in the trained model.
+An average of the trained model is a copy, too. With adapters, it is a second set of them.
 """
 
 from __future__ import annotations
@@ -110,9 +110,10 @@ def add_teacher(
 ) -> dict[str, nn.Parameter]:
     """Load the live teacher of a recipe, if any, and attach it to the trained model. All ranks must call.
 
-    Returns its parameters by the names that they have in the trained model. They are the average to be if the
-    recipe asks for one. A teacher that is the model without its adapters has none. Under ZeRO-3 call it while transformers builds partitioned models. Raises UserError for damaged weights,
-    and for a model that the fused head does not reproduce or that does not separate packed documents.
+    Returns the parameters of the teacher by the names that they have in the trained model. There are none if
+    the teacher is the model without its adapters. Under ZeRO-3 call it while transformers builds partitioned
+    models. Raises UserError for damaged weights, and for a model that the fused head does not reproduce or
+    that does not separate packed documents.
 
     Args:
         model: The trained model, with its adapters.
@@ -159,17 +160,14 @@ def add_teacher(
 
 
 def add_averaged_adapters(model: Any, temperature: float) -> dict[str, nn.Parameter]:
-    """Add a frozen copy of the adapters as the teacher's. Return its parameters by the names of the adapters'."""
+    """Add a frozen copy of the adapters for the teacher, and return its parameters by the adapters' names."""
     settings = copy.deepcopy(model.peft_config[ADAPTER])
     with torch.random.fork_rng(devices=[]):
         model.add_adapter(AVERAGE, settings, autocast_adapter_dtype=False)
     named = dict(model.named_parameters())
-    copies = {name.replace(f".{AVERAGE}", f".{ADAPTER}"): p for name, p in named.items() if f".{AVERAGE}" in name}
+    copies = {name.replace(AVERAGE, ADAPTER): p for name, p in named.items() if f".{AVERAGE}" in name}
     for name, parameter in copies.items():
         parameter.requires_grad_(False)
-        parameter.data.copy_(named[name].data)
-    for name, parameter in named.items():
-        if name in copies:
-            parameter.requires_grad_(True)
+        parameter.data.copy_(named[name].requires_grad_(True).data)
     model.get_base_model().teacher = AdapterTeacher(model, AVERAGE, temperature)
     return copies

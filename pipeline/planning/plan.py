@@ -160,7 +160,9 @@ def setup_of(
 def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
     """Return the setup with the sizes of the live teacher."""
     teacher = teacher_config(config)  # None: the trained model without its adapters
-    chosen = config.model if teacher is None or config.objective.resolved_teacher == BASE else teacher
+    reference = config.objective.resolved_teacher
+    averaged = config.objective.average_decay is not None
+    chosen = config.model if teacher is None or reference == BASE or averaged else teacher
     try:
         settings = model_config(chosen, online=False, key=KEY)
     except UserError as error:
@@ -169,7 +171,8 @@ def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
     with torch.device("meta"):
         sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
     width = 2 if chosen.dtype == "bfloat16" else 4
-    return dataclasses.replace(setup, teacher=sizes, copied=teacher is not None, teacher_width=width)
+    copied = teacher is not None
+    return dataclasses.replace(setup, teacher=sizes, copied=copied, teacher_width=width, averaged=averaged)
 
 
 class StepPrediction(NamedTuple):
@@ -278,10 +281,15 @@ def _recipe_rows(
     note = f", {' and '.join(names)} in host memory" if names else ""
     rows.append(("ZeRO", f"stage {setup.stage}{note}"))
     if setup.teacher is not None:
-        copied = f"{setup.teacher.parameters:,} parameters"
-        rows.append(("teacher", copied if setup.copied else "this model without its adapters"))
+        text = (
+            f"{setup.teacher.parameters:,} parameters" if setup.copied else "this model without its adapters"
+        )
+        if setup.averaged:
+            text = f"average of {sizes.trainable:,} parameters that train"
+        rows.append(("teacher", text))
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    staged = sizes.trainable * (12 + setup.width)  # float32 weights, two moments, weights
+    # float32 weights, two moments, weights, and an average in float32
+    staged = sizes.trainable * (12 + setup.width + (4 if setup.averaged else 0))
     rows.append(("states per rank", memory_line(states, 2)))
     rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
     return rows

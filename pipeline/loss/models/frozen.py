@@ -89,7 +89,7 @@ class AdapterTeacher(BaseTeacher):
     def _replace_adapters(self) -> Iterator[None]:
         """Use the other adapters within the block.
 
-        PEFT's `set_adapter` also changes which parameters require gradients, although a backward pass follows.
+        PEFT's `set_adapter` would also change which parameters require gradients.
         """
         active = [layer._active_adapter for layer in self.layers]
         try:
