@@ -75,7 +75,7 @@ class TeacherConfig(Section):
     """Instead of a model: the name of scores that `emo score --top_k K` stored with the data."""
     ema: float | None = Field(None, ge=0, lt=1)
     """Instead of a model: the exponential average of the weights that train. Each optimizer step keeps this
-    share of it."""
+    share of it. 0 is the model itself, which needs no memory."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TeacherConfig:
@@ -149,6 +149,10 @@ class OnPolicyConfig(Section):
     """Largest number of tokens to generate after each prompt."""
     temperature: float = Field(1.0, gt=0)
     """The logits are divided by this before a token is drawn."""
+    context: Literal["prompt", "demonstration"] = "prompt"
+    """What the teacher reads before the text: the prompt, or an example of the prompt with the answer in the
+    data, and then the prompt again (SDFT, arXiv 2601.19897). An example needs the teacher `base` or
+    {ema: DECAY}."""
 
 
 class ObjectiveConfig(Section):
@@ -199,9 +203,18 @@ class ObjectiveConfig(Section):
 
     @property
     def average_decay(self) -> float | None:
-        """Return the decay of a teacher that averages the weights of the trained model, or None."""
+        """Return the decay of a teacher that averages the weights of the trained model, or None.
+
+        A decay of 0 needs no average, because the teacher is the trained model.
+        """
         teacher = self.resolved_teacher
-        return teacher.ema if isinstance(teacher, TeacherConfig) else None
+        return teacher.ema or None if isinstance(teacher, TeacherConfig) else None
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Return whether the teacher is the model as it trains."""
+        teacher = self.resolved_teacher
+        return isinstance(teacher, TeacherConfig) and teacher.ema == 0
 
     @property
     def teacher_label(self) -> str | None:
@@ -239,4 +252,7 @@ class ObjectiveConfig(Section):
         if self.on_policy is not None and not self.has_live_teacher:
             reason = "stored scores cover only the tokens of the data" if teacher else "there is no teacher"
             raise ValueError(f"on_policy needs teacher: {{model: PATH}}, {{ema: DECAY}} or base ({reason})")
+        demonstrates = self.on_policy is not None and self.on_policy.context == "demonstration"
+        if demonstrates and isinstance(teacher, TeacherConfig) and teacher.ema is None:
+            raise ValueError("on_policy.context: demonstration needs teacher: {ema: DECAY} or base")
         return self

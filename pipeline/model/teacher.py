@@ -28,7 +28,7 @@ from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..engine.devices import usable_attention
 from ..loss import fuse_model, get_objective, probe_model
-from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher
+from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
 from ..loss.models.head import packing_problem
 from .build import load_pretrained, model_config
 from .config import ModelConfig
@@ -52,7 +52,7 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
     if isinstance(teacher, TeacherConfig) and teacher.model is not None:
         options["dtype"] = teacher.dtype or config.model.dtype
         return ModelConfig(path=teacher.model, revision=teacher.revision, **options)
-    if config.model.lora is not None:
+    if config.model.lora is not None or config.objective.teaches_itself:
         return None
     path, revision = config.initial_weights()
     return ModelConfig(path=path, revision=revision, **options)
@@ -131,12 +131,19 @@ def add_teacher(
             raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
         if config.model.lora is not None:
             return add_averaged_adapters(model, temperature)
+    base = model.get_base_model() if config.model.lora is not None else model
+    if config.objective.teaches_itself:
+        base.teacher = SelfTeacher(base, temperature)
+        return {}
     if reference == BASE and config.model.lora is not None:
-        model.get_base_model().teacher = BaseTeacher(model)
+        base.teacher = BaseTeacher(model)
         return {}
     settings = teacher_config(config)
     if settings is None:
         return {}
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+        problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
+        raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
     assert settings.path is not None
     attn = usable_attention(settings, load_model_config(settings.path, settings.revision))
     teacher: Any = load_pretrained(settings.path, settings.revision, settings.dtype, attn, KEY)
@@ -154,7 +161,6 @@ def add_teacher(
         if packs:
             raise UserError(f"the teacher: {packing_problem(teacher)}", code="packing")
         teacher.packing = "alone"
-    base = model.get_base_model() if config.model.lora is not None else model
     base.teacher = LiveTeacher(teacher, temperature, engine)
     return dict(teacher.named_parameters())
 

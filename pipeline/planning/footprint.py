@@ -99,6 +99,7 @@ class Setup:
     copied: bool = True  # the teacher has its own weights, held as this model's are
     teacher_width: int = 2  # bytes of a weight or activation of the teacher
     averaged: bool = False  # the teacher is the average of the weights that train
+    demonstrated: float = 0.0  # share of passes in which the teacher reads rows of twice the length
     attended: float | None = None  # mean tokens that a token attends to, or None for complete rows
     written: float = 0.0  # mean tokens that the model generates one after the other in a pass
 
@@ -246,7 +247,8 @@ def _teacher_bytes(setup: Setup) -> float:
     width = setup.teacher_width
     if teacher is None:
         return 0.0
-    layer = setup.tokens * width * (6 * teacher.hidden + 4 * teacher.inner)
+    length = 2 if setup.demonstrated else 1
+    layer = length * setup.tokens * width * (6 * teacher.hidden + 4 * teacher.inner)
     if not setup.copied:
         return layer
     weights = teacher.parameters * width
@@ -290,6 +292,10 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
         student = dataclasses.replace(setup, teacher=None)
         width = setup.teacher_width if setup.copied else 0
         teacher = _forward_seconds(setup.teacher, student, gpu, network_gb, width)
+        if setup.demonstrated:
+            twice = dataclasses.replace(student, block=2 * setup.block)
+            longer = _forward_seconds(setup.teacher, twice, gpu, network_gb, width)
+            teacher += setup.demonstrated * (longer - teacher)
     computing = matrices + attention + head + elementwise + teacher
     communication = _communication_seconds(sizes, setup, gpu.link_gb, network_gb, computing)
     if setup.offload_parameters:

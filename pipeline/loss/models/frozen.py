@@ -75,6 +75,19 @@ class BaseTeacher:
         return self.adapted.disable_adapter()
 
 
+class SelfTeacher(BaseTeacher):
+    """The model itself, as it trains."""
+
+    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+        """Take a fused model."""
+        self.model = model
+        self.temperature = temperature
+
+    def _replace_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Keep all weights."""
+        return contextlib.nullcontext()
+
+
 class AdapterTeacher(BaseTeacher):
     """The model with other adapters than those that train."""
 

@@ -84,6 +84,26 @@ def test_checkpoints_hold_the_average_of_the_weights(recipe: Path, alone: Any, n
             torch.testing.assert_close(held[name].double(), want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(("teacher", "options"), [({"ema": 0.5}, ()), ({"ema": 0.0}, ()), ("base", LORA)])
+def test_demonstrations_give_the_same_losses_on_two_ranks(
+    recipe: Path, teacher: Any, options: tuple[str, ...]
+) -> None:
+    name = f"demonstration-{teacher}-{len(options)}".translate(dict.fromkeys(map(ord, "{}': "), "-"))
+    objective = {"name": "reverse_kl", "teacher": teacher}
+    objective |= {"on_policy": {"share": 1, "tokens": 6, "context": "demonstration"}}
+    options = (f"objective={json.dumps(objective)}", "train.max_steps=2", *options)
+    one = (f"output_dir={recipe.parent / name}-1", "deepspeed=ds_configs/zero1.json", *options)
+    done = launching.run_alone(str(recipe), *one)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    two = (f"output_dir={recipe.parent / name}-2", *options)
+    done = launching.run_ranks("launch/continual.sh", str(recipe), *two)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    pairs = zip(records(recipe, f"{name}-1"), records(recipe, f"{name}-2"), strict=True)
+    for ours, want in pairs:
+        assert ours["tokens"] == want["tokens"] > 0
+        assert ours["loss"] == pytest.approx(want["loss"], rel=1e-3) and ours["loss"] > 1e-6
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one_also_after_a_kill(recipe: Path, alone: Any, case: str) -> None:
     """A resumed run has the bits of one without a break. One rank can resume it."""
