@@ -58,8 +58,9 @@ from .control.world import (
     run_on_main,
     set_timeout,
 )
+from .engine.average import WeightAverage
 from .engine.devices import device_name
-from .engine.engine import Engine
+from .engine.engine import TAG, Engine
 from .engine.schedule import lr_at
 from .engine.totals import StepTotals
 from .model.build import build_model, check_model, packed, write_initial_weights
@@ -213,6 +214,8 @@ class Trainer:
         if saved is not None:
             check_engine(saved, self.engine)
             self.engine.load(self._load_from)
+            if self.engine.average is not None:
+                self.engine.average.load(saved.directory / TAG)
             log.info("resumed from %s", saved.directory)
         self.watch.enter_training()
         return saved
@@ -253,9 +256,11 @@ class Trainer:
                 ds_config
             )  # while it lives transformers builds models partitioned
             model = build_model(config, self.losses)
-            add_teacher(model, config, ds_config, world, packed(manifests))
+            teacher = add_teacher(model, config, ds_config, world, packed(manifests))
             self.engine = Engine(model, ds_config, world, config.model.compile, config.train.head_lr_ratio)
             del partitioned
+        if (decay := config.objective.average_decay) is not None:
+            self.engine.average = WeightAverage(self.engine.model, teacher, decay, world)
         check_model(self.engine, config, manifests)
 
     def _check_kernels(self) -> None:

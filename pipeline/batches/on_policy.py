@@ -5,6 +5,9 @@ begins, or in the middle if it is supervised from the start. The model that trai
 The loss is the divergence from the teacher over the continuation. Other parts of a sum, whose target is the
 next token of the data, are off in these steps. A row keeps its documents, except those that no longer fit.
 
+With demonstrations (SDFT, arXiv 2601.19897) the teacher first reads the prompt and the answer in the data,
+and then the prompt and the continuation.
+
 The seed and the step decide which steps these are. With the slot in the batch they also decide the random
 numbers of each document. Neither a resume nor another number of ranks changes them.
 """
@@ -13,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from emo.common.errors import UserError
+from emo.common.io.weights import context_length
 from emo.common.labels import IGNORE
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 
@@ -30,10 +35,12 @@ from ..config import RunConfig
 from ..control.world import gather_objects
 from ..engine.engine import Engine
 from ..loss import plan_tokens
-from ..loss.models.head import BOUNDS, DOMAIN, LONGEST, segments
+from ..loss.models.head import BOUNDS, DEMONSTRATION, DOMAIN, LONGEST, TEACHER_POSITIONS, segments
 from ..model.export import unwrap
 from ..model.objectives import as_schedule, judged_objective
 from .loader import StepBatch, Writing
+
+log = logging.getLogger(__name__)
 
 
 class Prompt(NamedTuple):
@@ -41,7 +48,8 @@ class Prompt(NamedTuple):
 
     row: int  # of the micro-batch
     ids: np.ndarray
-    last: int  # last token of the first answer in the data
+    answer: np.ndarray  # the first answer in the data, or the rest of a text, as far as the row holds it
+    last: int  # last token of the answer
 
 
 def find_prompts(micro: dict[str, Any]) -> list[Prompt]:
@@ -62,8 +70,9 @@ def find_prompts(micro: dict[str, Any]) -> list[Prompt]:
             length = int(first) + 1 if first else (end - start + 1) // 2
             answer = supervised[supervised - first == np.arange(len(supervised))]
             row = start // ids.shape[1]
-            last = int(labels[start + answer[-1]])
-            prompts.append(Prompt(row, ids.reshape(-1)[start : start + length], last))
+            document = ids.reshape(-1)[start:end]
+            given = document[length : answer[-1] + 2]
+            prompts.append(Prompt(row, document[:length], given, int(labels[start + answer[-1]])))
     return prompts
 
 
@@ -160,36 +169,85 @@ def _pad_left(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tens
     return ids.to(device), mask.to(device)
 
 
+class Rows:
+    """Rows of tokens that are filled with documents from the left."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.ids, self.positions = torch.zeros(2, rows, width, dtype=torch.int64).unbind()
+        self.filled = [0] * rows
+
+    def add(self, row: int, document: Sequence[int]) -> int | None:
+        """Append a document to a row and return its first slot in the row, or None if it does not fit."""
+        first = self.filled[row]
+        last = first + len(document)
+        if last > self.ids.shape[1]:
+            return None
+        self.ids[row, first:last] = torch.tensor(document)
+        self.positions[row, first:last] = torch.arange(len(document))
+        self.filled[row] = last
+        return first
+
+    def inputs(self, block: int) -> dict[str, Any]:
+        """Return the arguments of a model. Padding has positions below `block`."""
+        for row, first in enumerate(self.filled):
+            self.positions[row, first:] = torch.arange(self.ids.shape[1] - first) % block
+        bounds, longest = segments(self.positions)
+        return {"input_ids": self.ids, "position_ids": self.positions, BOUNDS: bounds, LONGEST: longest}
+
+
 def repack_rows(
-    micro: dict[str, Any], prompts: Sequence[Prompt], texts: Sequence[Sequence[int]]
+    micro: dict[str, Any],
+    prompts: Sequence[Prompt],
+    texts: Sequence[Sequence[int]],
+    context: int | None = None,
 ) -> dict[str, Any]:
-    """Return a micro-batch of the same shape with prompts and texts, of which the texts are supervised."""
-    rows, block = micro["input_ids"].shape
-    ids, positions = torch.zeros(2, rows, block, dtype=torch.int64).unbind()
-    labels = torch.full((rows, block), IGNORE)
-    filled = [0] * rows
-    for prompt, text in zip(prompts, texts, strict=True):
-        row = prompt.row
-        first = filled[prompt.row]
-        length = len(prompt.ids) + len(text)
-        if first + length > block:
+    """Return a micro-batch of the same shape with prompts and texts, of which the texts are supervised.
+
+    With a `context`, the teacher gets rows of twice the length. In these, each document begins with the
+    prompt and its answer, cut so that the document has at most `context` tokens. A document that has no room
+    for an answer is left out.
+    """
+    count, block = micro["input_ids"].shape
+    rows = Rows(count, block)
+    seen = Rows(count, 2 * block)  # by the teacher
+    labels = torch.full((count, block), IGNORE)
+    positions = torch.zeros(count, block, dtype=torch.int64)  # of each token in the teacher's rows
+    for prompt, text, example in zip(prompts, texts, _examples(prompts, texts, context), strict=True):
+        document = [*prompt.ids.tolist(), *text]
+        if example is None or (first := rows.add(prompt.row, document)) is None:
             continue
-        filled[row] += length
-        document = slice(first, first + length)
-        ids[row, document] = torch.tensor([*prompt.ids.tolist(), *text])
-        positions[row, document] = torch.arange(length)
-        last = first + length - 1
-        labels[row, last - len(text) : last] = torch.tensor(text)
-    for row, first in enumerate(filled):
-        positions[row, first:] = torch.arange(block - first)
+        last = first + len(document) - 1
+        labels[prompt.row, last - len(text) : last] = torch.tensor(text)
+        if context is not None:
+            start = seen.add(prompt.row, [*example, *document])
+            assert start is not None  # a prompt and its answer took no more space in the data
+            start += prompt.row * 2 * block + len(example)
+            positions[prompt.row, first : last + 1] = torch.arange(start, start + len(document))
+    inputs = rows.inputs(block)
+    if context is not None:
+        inputs |= {DEMONSTRATION + name: value for name, value in seen.inputs(block).items()}
+        inputs[TEACHER_POSITIONS] = positions
     pin = micro["input_ids"].is_pinned()
-    tensors = {"input_ids": ids, "position_ids": positions}
-    tensors[BOUNDS], longest = segments(positions)
     if pin:
-        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        inputs = {k: v.pin_memory() if isinstance(v, Tensor) else v for k, v in inputs.items()}
     if DOMAIN in micro:
-        tensors[DOMAIN] = micro[DOMAIN]
-    return tensors | {LONGEST: longest, "labels": plan_tokens(labels, pin)}
+        inputs[DOMAIN] = micro[DOMAIN]
+    return inputs | {"labels": plan_tokens(labels, pin)}
+
+
+def _examples(
+    prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], context: int | None
+) -> Iterator[list[int] | None]:
+    """Yield what the teacher reads before each document: nothing, or the prompt and its answer.
+
+    None stands for an answer that has no room.
+    """
+    for prompt, text in zip(prompts, texts, strict=True):
+        if context is None:
+            yield []
+        else:
+            answer = prompt.answer[: max(0, context - 2 * len(prompt.ids) - len(text))].tolist()
+            yield [*prompt.ids.tolist(), *answer] if answer else None
 
 
 class OnPolicy:
@@ -209,6 +267,11 @@ class OnPolicy:
         self.together = trainer.ds.zero_optimization_stage() == 3 and trainer.world.ranks > 1
         keeps = "logits_to_keep" in getattr(unwrap(trainer.model), "argument_names", ())
         self.options = {"logits_to_keep": 1} if keeps else {}
+        self.context: int | None = None  # of the teacher, if it reads demonstrations
+        if self.settings.context == "demonstration":
+            longest = context_length(unwrap(trainer.model).config.get_text_config())
+            self.context = 2 * self.block if longest is None else longest
+        self.warned = False
 
     def due(self, step: int) -> bool:
         """Return whether the model writes the batch of `step`."""
@@ -228,7 +291,7 @@ class OnPolicy:
             prompts = find_prompts(micro)
             texts = self._continue_prompts(prompts, first_row, step)
             written += sum(map(len, texts))
-            micros.append(repack_rows(micro, prompts, texts))
+            micros.append(repack_rows(micro, prompts, texts, self.context))
             valid = np.bincount(micros[-1]["labels"].positions // self.block, minlength=rows)  # of each row
             domain = micro[DOMAIN].numpy() if DOMAIN in micro else np.zeros(rows, np.int64)
             np.add.at(counts, domain, valid)
@@ -236,6 +299,13 @@ class OnPolicy:
         parts = gather_objects((counts, written))
         totals = np.sum([part for part, _ in parts], axis=0)
         writing = Writing(sum(tokens for _, tokens in parts), time.perf_counter() - start)
+        if self.context is not None and 2 * totals.sum() < writing.tokens and not self.warned:
+            self.warned = True
+            problem = (
+                "step %d trains on %d of the %d tokens that the model wrote, because prompts are too long"
+            )
+            cure = "for a teacher that reads them twice in a context of %d. Use shorter prompts or rows"
+            log.warning(f"{problem} {cure}", step + 1, totals.sum(), writing.tokens, self.context)
         domains = totals.tolist() if batch.domains else []
         return StepBatch(batch.rows, int(totals.sum()), domains, micros, writing)
 

@@ -10,7 +10,7 @@
     validation     fingerprint of each validation set
     scores         hashes of the stored log-probabilities that the objective reads, by data set
     cost           fingerprint of the cost embedding
-    teacher        hash of the weights of a live teacher
+    teacher        hash of the weights of a live teacher, before training if it averages the weights
 
 It is written into config.yaml and every checkpoint. A run resumes only with an equal identity, and with equal
 keys of its recipe except free ones.

@@ -53,7 +53,7 @@ from ..control.run_dir import (
 )
 from ..control.stop import RESUME, node_name
 from ..control.world import LONG_TIMEOUT, World, gather_objects, lost_a_peer, raise_on_all_ranks, run_on_main
-from ..engine.engine import Engine
+from ..engine.engine import TAG, Engine
 from ..engine.snapshots import to_universal
 from ..model.export import (
     ModelCopy,
@@ -304,6 +304,7 @@ class Saver:
             "objective": config.objective.label,
             "params": config.objective.params,
             "cost": config.objective.cost,
+            "teacher": config.objective.teacher_label,
             "step": step,
             "tokens": tokens,
             "data_fingerprint": self.identity["data"],
@@ -428,7 +429,7 @@ def make_universal(saved: Saved, target: Path, world: World) -> None:
         message = "%s was saved by %d ranks: converting it for %d"
         log.info(message, saved.directory.name, saved.ranks, world.ranks)
         shutil.rmtree(target, ignore_errors=True)
-        to_universal(saved.directory / "state", target / "state")
+        to_universal(saved.directory / TAG, target / TAG)
 
     run_on_main(world, convert)
 

@@ -26,16 +26,20 @@ from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
 from ..loss.models.head import BOUNDS, DOMAIN, sum_by_document
+from .average import WeightAverage, local_values
 from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .pace import OwnTime
 from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector
 
+TAG = "state"  # directory of DeepSpeed's state in a checkpoint
 MicroBatch = dict[str, Any]  # keyword arguments of the model
 
 
 class Engine:
     """A model and its optimizer under DeepSpeed."""
+
+    average: WeightAverage | None = None  # of a teacher that averages the weights
 
     def __init__(
         self,
@@ -133,9 +137,10 @@ class Engine:
         totals = vector.reduce()
         self.own.end_step()
         norm = self.ds.get_global_grad_norm()
-        return totals._replace(
-            applied=self.ds.was_step_applied(), grad_norm=math.nan if norm is None else float(norm)
-        )
+        applied = self.ds.was_step_applied()
+        if self.average is not None and applied:
+            self.average.update()
+        return totals._replace(applied=applied, grad_norm=math.nan if norm is None else float(norm))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[StepTotals, np.ndarray, np.ndarray]:
@@ -157,9 +162,9 @@ class Engine:
 
     def snapshot(self, directory: Path) -> None:
         """Copy this rank's part of the state, to be written below `directory`; all ranks must call."""
-        self.ds.save_checkpoint(
-            str(directory), tag="state", save_latest=False, exclude_frozen_parameters=True
-        )
+        self.ds.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True)
+        if self.average is not None and (averages := self.average.state()):
+            self.files.save(averages, str(self.average.file(directory / TAG)))
 
     def load(self, directory: Path) -> None:
         """Read the state that as many ranks saved; all ranks must call."""
@@ -167,7 +172,7 @@ class Engine:
         keys = ("lr", "betas", "eps", "momentum", "weight_decay")  # which no checkpoint decides
         recipe_settings = [{key: group[key] for key in keys if key in group} for group in groups]
         with only_data(directory):
-            path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
+            path, _ = self.ds.load_checkpoint(str(directory), tag=TAG, load_module_strict=False)
         assert path is not None, directory
         # A universal checkpoint brings the first group's settings to all of them: norms would decay, too.
         for group, settings in zip(self.ds.optimizer.param_groups, recipe_settings, strict=True):
@@ -191,12 +196,9 @@ def frozen_sum(model: nn.Module, rank: int = 0) -> int:
     """
     total = 0
     for name, parameter in model.named_parameters():
-        values: Any = parameter
-        if (part := getattr(parameter, "ds_tensor", None)) is not None:  # this rank's under ZeRO-3
-            size = getattr(parameter, "ds_numel", 0)  # without the padding behind the last rank's values
-            values = part[: max(0, size - rank * part.numel())]
-        if not parameter.requires_grad and (part is not None or rank == 0):
-            bits = values.detach().view({2: torch.int16, 4: torch.int32}[values.element_size()])
+        if not parameter.requires_grad and (hasattr(parameter, "ds_tensor") or rank == 0):
+            values = local_values(parameter, rank)
+            bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
             total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
     return total
 

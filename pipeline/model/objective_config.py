@@ -60,7 +60,8 @@ def label_of(weight: float | RampConfig, name: str) -> str:
 
 
 class TeacherConfig(Section):
-    """The model that a divergence compares with: a live model, or its stored log-probabilities."""
+    """The model that a divergence compares with: a live model, its stored log-probabilities, or the average
+    of the trained model."""
 
     model: str | None = None
     """Hub id or directory of a causal LM with the tokenizer of the data. It stays frozen."""
@@ -72,11 +73,16 @@ class TeacherConfig(Section):
     """Its logits are divided by this."""
     scores: str | None = None
     """Instead of a model: the name of scores that `emo score --top_k K` stored with the data."""
+    ema: float | None = Field(None, ge=0, lt=1)
+    """Instead of a model: the exponential average of the weights that train. Each optimizer step keeps this
+    share of it. 0 is the model itself, which needs no memory."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TeacherConfig:
-        if (self.model is None) == (self.scores is None):
-            raise ValueError("give exactly one of model and scores, or the word base")
+        if sum(source is not None for source in (self.model, self.scores, self.ema)) != 1:
+            raise ValueError("give exactly one of model, scores and ema, or the word base")
+        if self.ema is not None and (self.revision or self.dtype):
+            raise ValueError("an average has the weights of the trained model: remove revision and dtype")
         if self.scores is not None and (self.temperature != 1.0 or self.revision or self.dtype):
             raise ValueError("stored scores cannot be changed: remove temperature, revision and dtype")
         return self
@@ -90,7 +96,7 @@ def _parse_teacher(value: Any) -> Any:
     if value is None or value == BASE or isinstance(value, TeacherConfig):
         return value
     if not isinstance(value, dict):
-        raise ValueError("give {model: PATH}, {scores: NAME} or the word base")
+        raise ValueError("give {model: PATH}, {scores: NAME}, {ema: DECAY} or the word base")
     for key in value:
         if key not in TeacherConfig.model_fields:
             raise ValueError(f"unknown key {key}; {nearest(str(key), TeacherConfig.model_fields)}")
@@ -143,6 +149,10 @@ class OnPolicyConfig(Section):
     """Largest number of tokens to generate after each prompt."""
     temperature: float = Field(1.0, gt=0)
     """The logits are divided by this before a token is drawn."""
+    context: Literal["prompt", "demonstration"] = "prompt"
+    """What the teacher reads before the text: the prompt, or an example of the prompt with the answer in the
+    data, and then the prompt again (SDFT, arXiv 2601.19897). An example needs the teacher `base` or
+    {ema: DECAY}."""
 
 
 class ObjectiveConfig(Section):
@@ -159,7 +169,8 @@ class ObjectiveConfig(Section):
     """Name of scores that `emo score` stored with the data, for objectives that compare with another
     model (psft, excess)."""
     teacher: Teachers = None
-    """Teacher of a divergence: {model: PATH}, {scores: NAME}, or `base` for the model before training."""
+    """Teacher of a divergence: {model: PATH}, {scores: NAME}, {ema: DECAY} for the average of the weights
+    that train, or `base` for the model before training."""
     on_policy: OnPolicyConfig | None = None
     """Steps that train on continuations by the model, judged by a live teacher."""
     cost: str = "pretrained"
@@ -188,7 +199,32 @@ class ObjectiveConfig(Section):
     def has_live_teacher(self) -> bool:
         """Return whether the teacher is a model that computes a forward pass for every batch."""
         teacher = self.resolved_teacher
-        return teacher is not None and not (isinstance(teacher, TeacherConfig) and teacher.model is None)
+        return teacher is not None and not (isinstance(teacher, TeacherConfig) and teacher.scores)
+
+    @property
+    def average_decay(self) -> float | None:
+        """Return the decay of a teacher that averages the weights of the trained model, or None.
+
+        A decay of 0 needs no average, because the teacher is the trained model.
+        """
+        teacher = self.resolved_teacher
+        return teacher.ema or None if isinstance(teacher, TeacherConfig) else None
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Return whether the teacher is the model as it trains."""
+        teacher = self.resolved_teacher
+        return isinstance(teacher, TeacherConfig) and teacher.ema == 0
+
+    @property
+    def teacher_label(self) -> str | None:
+        """Return the teacher's name for model cards, or None."""
+        teacher = self.resolved_teacher
+        if not isinstance(teacher, TeacherConfig):
+            return teacher
+        if teacher.ema is not None:
+            return f"ema {teacher.ema:g}"
+        return teacher.model or f"scores {teacher.scores}"
 
     @property
     def scores_name(self) -> str | None:
@@ -215,5 +251,8 @@ class ObjectiveConfig(Section):
             raise ValueError("a run reads one set of scores: remove scores or teacher.scores")
         if self.on_policy is not None and not self.has_live_teacher:
             reason = "stored scores cover only the tokens of the data" if teacher else "there is no teacher"
-            raise ValueError(f"on_policy needs teacher: {{model: PATH}} or base ({reason})")
+            raise ValueError(f"on_policy needs teacher: {{model: PATH}}, {{ema: DECAY}} or base ({reason})")
+        demonstrates = self.on_policy is not None and self.on_policy.context == "demonstration"
+        if demonstrates and isinstance(teacher, TeacherConfig) and teacher.ema is None:
+            raise ValueError("on_policy.context: demonstration needs teacher: {ema: DECAY} or base")
         return self

@@ -62,7 +62,7 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     objective = weighted_sum(list(zip(parts, _weights(config), strict=True))) if chosen.sum else parts[0]
     teacher = chosen.resolved_teacher
     if bool(objective.divergences) != (teacher is not None):
-        cure = "Set objective.teacher to {model: PATH}, {scores: NAME} or base."
+        cure = "Set objective.teacher to {model: PATH}, {scores: NAME}, {ema: DECAY} or base."
         problem = (
             f"needs a teacher. {cure}" if objective.divergences else "has none: remove objective.teacher"
         )

@@ -2,15 +2,19 @@
 
 Under ZeRO-3 its weights are partitioned and offloaded like the student's. Otherwise every rank holds them.
 `base` is the model before training: a copy of it or, with adapters, the trained model without them.
+An average of the trained model is a copy, too. With adapters, it is a second set of them.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from emo.common.errors import UserError
@@ -24,15 +28,17 @@ from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..engine.devices import usable_attention
 from ..loss import fuse_model, get_objective, probe_model
-from ..loss.models.frozen import BaseTeacher, FrozenCausalLM, LiveTeacher
+from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
 from ..loss.models.head import packing_problem
 from .build import load_pretrained, model_config
 from .config import ModelConfig
+from .export import ADAPTER
 from .objective_config import BASE, TeacherConfig
 
 log = logging.getLogger(__name__)
 
 KEY = "objective.teacher.model"
+AVERAGE = "averaged_weights"  # peft's name of the averaged adapters
 # Sections of the student's DeepSpeed configuration that define how weights are held.
 HOLDING = ("train_micro_batch_size_per_gpu", "bf16", "zero_optimization")
 
@@ -43,10 +49,10 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
         return None
     teacher = config.objective.resolved_teacher
     options = {"dtype": config.model.dtype, "attn_implementation": config.model.attn_implementation}
-    if isinstance(teacher, TeacherConfig):
+    if isinstance(teacher, TeacherConfig) and teacher.model is not None:
         options["dtype"] = teacher.dtype or config.model.dtype
         return ModelConfig(path=teacher.model, revision=teacher.revision, **options)
-    if config.model.lora is not None:
+    if config.model.lora is not None or config.objective.teaches_itself:
         return None
     path, revision = config.initial_weights()
     return ModelConfig(path=path, revision=revision, **options)
@@ -99,11 +105,15 @@ def teacher_identity(config: RunConfig, world: World) -> str | None:
     return str(gather_objects(digest)[0])
 
 
-def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world: World, packs: bool) -> None:
+def add_teacher(
+    model: Any, config: RunConfig, ds_config: dict[str, Any], world: World, packs: bool
+) -> dict[str, nn.Parameter]:
     """Load the live teacher of a recipe, if any, and attach it to the trained model. All ranks must call.
 
-    Under ZeRO-3 call it while transformers builds partitioned models. Raises UserError for damaged weights,
-    and for a model that the fused head does not reproduce or that does not separate packed documents.
+    Returns the parameters of the teacher by the names that they have in the trained model. There are none if
+    the teacher is the model without its adapters. Under ZeRO-3 call it while transformers builds partitioned
+    models. Raises UserError for damaged weights, and for a model that the fused head does not reproduce or
+    that does not separate packed documents.
 
     Args:
         model: The trained model, with its adapters.
@@ -113,12 +123,27 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
         packs: Rows hold several documents.
     """
     reference = config.objective.resolved_teacher
+    temperature = reference.temperature if isinstance(reference, TeacherConfig) else 1.0
+    if config.objective.average_decay is not None:
+        offload = ds_config["zero_optimization"].get("offload_param") or {}
+        if offload.get("device") == "nvme":
+            problem = "objective.teacher.ema does not work with weights on NVMe (offload_param)"
+            raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
+        if config.model.lora is not None:
+            return add_averaged_adapters(model, temperature)
+    base = model.get_base_model() if config.model.lora is not None else model
+    if config.objective.teaches_itself:
+        base.teacher = SelfTeacher(base, temperature)
+        return {}
     if reference == BASE and config.model.lora is not None:
-        model.get_base_model().teacher = BaseTeacher(model)
-        return
+        base.teacher = BaseTeacher(model)
+        return {}
     settings = teacher_config(config)
     if settings is None:
-        return
+        return {}
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+        problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
+        raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
     assert settings.path is not None
     attn = usable_attention(settings, load_model_config(settings.path, settings.revision))
     teacher: Any = load_pretrained(settings.path, settings.revision, settings.dtype, attn, KEY)
@@ -136,6 +161,19 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
         if packs:
             raise UserError(f"the teacher: {packing_problem(teacher)}", code="packing")
         teacher.packing = "alone"
-    temperature = reference.temperature if isinstance(reference, TeacherConfig) else 1.0
-    base = model.get_base_model() if config.model.lora is not None else model
     base.teacher = LiveTeacher(teacher, temperature, engine)
+    return dict(teacher.named_parameters())
+
+
+def add_averaged_adapters(model: Any, temperature: float) -> dict[str, nn.Parameter]:
+    """Add a frozen copy of the adapters for the teacher, and return its parameters by the adapters' names."""
+    settings = copy.deepcopy(model.peft_config[ADAPTER])
+    with torch.random.fork_rng(devices=[]):
+        model.add_adapter(AVERAGE, settings, autocast_adapter_dtype=False)
+    named = dict(model.named_parameters())
+    copies = {name.replace(AVERAGE, ADAPTER): p for name, p in named.items() if f".{AVERAGE}" in name}
+    for name, parameter in copies.items():
+        parameter.requires_grad_(False)
+        parameter.data.copy_(named[name].requires_grad_(True).data)
+    model.get_base_model().teacher = AdapterTeacher(model, AVERAGE, temperature)
+    return copies

@@ -65,9 +65,7 @@ def extend_model(
     if target.exists():
         raise UserError(f"{target} exists. Give a new directory", code="export-target")
     if config.model.path is None:
-        raise UserError(
-            "set model.path, because only a pre-trained model can be extended", code="extension"
-        )
+        raise UserError("set model.path, because only a pre-trained model can be extended", code="extension")
     data, validation = open_prepared(config.data)
     old = load_tokenizer(config.data.dir / "tokenizer")
     extension = extend_vocabulary(old.backend_tokenizer, iterate_texts(data, old), pieces, special)

@@ -98,6 +98,8 @@ class Setup:
     teacher: Sizes | None = None  # a frozen model that computes a forward pass for every batch
     copied: bool = True  # the teacher has its own weights, held as this model's are
     teacher_width: int = 2  # bytes of a weight or activation of the teacher
+    averaged: bool = False  # the teacher is the average of the weights that train
+    demonstrated: float = 0.0  # share of passes in which the teacher reads rows of twice the length
     attended: float | None = None  # mean tokens that a token attends to, or None for complete rows
     written: float = 0.0  # mean tokens that the model generates one after the other in a pass
 
@@ -185,7 +187,7 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     gathered = _gathered_bytes(sizes, setup, shard)
     activations = _activation_bytes(sizes, setup)
     loss = _loss_bytes(sizes, setup)
-    teacher = _teacher_bytes(setup)
+    teacher = _teacher_bytes(setup) + _average_bytes(sizes, setup)
     return Memory(parameters, gradients, optimizer, gathered, activations, loss, teacher, update)
 
 
@@ -245,7 +247,8 @@ def _teacher_bytes(setup: Setup) -> float:
     width = setup.teacher_width
     if teacher is None:
         return 0.0
-    layer = setup.tokens * width * (6 * teacher.hidden + 4 * teacher.inner)
+    length = 2 if setup.demonstrated else 1
+    layer = length * setup.tokens * width * (6 * teacher.hidden + 4 * teacher.inner)
     if not setup.copied:
         return layer
     weights = teacher.parameters * width
@@ -253,6 +256,23 @@ def _teacher_bytes(setup: Setup) -> float:
         return weights + layer
     gathered = min(teacher.parameters, setup.live + setup.bucket) * width if setup.ranks > 1 else 0.0
     return gathered + layer + (0.0 if setup.offload_parameters else weights / setup.ranks)
+
+
+def _average_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the memory of averaged weights on one GPU, except the copy of a model in `_teacher_bytes`."""
+    if not setup.averaged or setup.offload_parameters:
+        return 0.0
+    # The average is float32. Adapters also have a copy in the type of the model.
+    width = (4 if setup.teacher_width < 4 else 0) + (0 if setup.copied else setup.teacher_width)
+    return sizes.trainable * width / (setup.ranks if setup.stage == 3 else 1)
+
+
+def _average_seconds(sizes: Sizes, setup: Setup, gpu: Accelerator) -> float:
+    """Return the time of updating averaged weights, which reads or writes 12 bytes per weight."""
+    shard = sizes.trainable / (setup.ranks if setup.stage == 3 else 1)
+    if setup.offload_parameters:  # Adam reads and writes 28 bytes
+        return 12 / 28 * shard * min(setup.ranks, NODE) / HOST_ADAM
+    return 12 * shard / (gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY)
 
 
 def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 200.0) -> Time:
@@ -272,11 +292,17 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
         student = dataclasses.replace(setup, teacher=None)
         width = setup.teacher_width if setup.copied else 0
         teacher = _forward_seconds(setup.teacher, student, gpu, network_gb, width)
+        if setup.demonstrated:
+            twice = dataclasses.replace(student, block=2 * setup.block)
+            longer = _forward_seconds(setup.teacher, twice, gpu, network_gb, width)
+            teacher += setup.demonstrated * (longer - teacher)
     computing = matrices + attention + head + elementwise + teacher
     communication = _communication_seconds(sizes, setup, gpu.link_gb, network_gb, computing)
     if setup.offload_parameters:
         communication += passes * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
     optimizer = _optimizer_seconds(sizes, setup, gpu)
+    if setup.averaged:
+        optimizer += _average_seconds(sizes, setup, gpu)
     per_tensor = HOST_TENSOR_ZERO3 if setup.stage == 3 else HOST_TENSOR
     recomputation = 4 / 3 if setup.checkpointing else 1.0
     host = passes * (sizes.tensors * per_tensor * recomputation * (COMPILED_HOST if setup.compiled else 1.0))

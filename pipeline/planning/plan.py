@@ -129,6 +129,7 @@ def setup_of(
     half = config.model.dtype == "bfloat16"
     reduced = ds_config.get("communication_data_type")
     on_policy = config.objective.on_policy
+    share = max(ends(on_policy.share)) if on_policy else 0.0
     # Device `none`, which is also the default, means no offloading.
     offloaded = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")]
     setup = Setup(
@@ -153,7 +154,8 @@ def setup_of(
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
         attended=attended,
-        written=0.0 if on_policy is None else max(ends(on_policy.share)) * on_policy.tokens,
+        written=share * on_policy.tokens if on_policy else 0.0,
+        demonstrated=share if on_policy and on_policy.context == "demonstration" else 0.0,
     )
     return _add_teacher(setup, config) if config.objective.has_live_teacher else setup
 
@@ -161,7 +163,9 @@ def setup_of(
 def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
     """Return the setup with the sizes of the live teacher."""
     teacher = teacher_config(config)  # None: the trained model without its adapters
-    chosen = config.model if teacher is None or config.objective.resolved_teacher == BASE else teacher
+    reference = config.objective.resolved_teacher
+    averaged = config.objective.average_decay is not None
+    chosen = config.model if teacher is None or reference == BASE or averaged else teacher
     try:
         settings = model_config(chosen, online=False, key=KEY)
     except UserError as error:
@@ -170,7 +174,8 @@ def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
     with torch.device("meta"):
         sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
     width = 2 if chosen.dtype == "bfloat16" else 4
-    return dataclasses.replace(setup, teacher=sizes, copied=teacher is not None, teacher_width=width)
+    copied = teacher is not None
+    return dataclasses.replace(setup, teacher=sizes, copied=copied, teacher_width=width, averaged=averaged)
 
 
 class StepPrediction(NamedTuple):
@@ -280,13 +285,27 @@ def _recipe_rows(
     note = f", {' and '.join(names)} in host memory" if names else ""
     rows.append(("ZeRO", f"stage {setup.stage}{note}"))
     if setup.teacher is not None:
-        copied = f"{setup.teacher.parameters:,} parameters"
-        rows.append(("teacher", copied if setup.copied else "this model without its adapters"))
+        rows.append(("teacher", _describe_teacher(config, setup, sizes)))
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    staged = sizes.trainable * (12 + setup.width)  # float32 weights, two moments, weights
+    # float32 weights, two moments, weights, and an average in float32
+    staged = sizes.trainable * (12 + setup.width + (4 if setup.averaged else 0))
     rows.append(("states per rank", memory_line(states, 2)))
     rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
     return rows
+
+
+def _describe_teacher(config: RunConfig, setup: Setup, sizes: Sizes) -> str:
+    """Return the weights of the live teacher, and what it reads in addition to the batch."""
+    assert setup.teacher is not None
+    text = f"{setup.teacher.parameters:,} parameters"
+    if setup.averaged:
+        text = f"average of {sizes.trainable:,} parameters that train"
+    elif not setup.copied:
+        text = "this model" if config.objective.teaches_itself else "this model without its adapters"
+    if setup.demonstrated:
+        share = f"in {setup.demonstrated:.0%} of the steps"
+        text += f", reads rows of {2 * setup.block:,} tokens with demonstrations {share}"
+    return text
 
 
 def _describe_steps(config: RunConfig, ready: PlannedRun | TrainingRun) -> str:

@@ -27,6 +27,7 @@ INTERFACES = """
 common/io/weights.py transformers:PreTrainedModel.from_pretrained hf_quantizer
 pipeline/engine/engine.py deepspeed.runtime.engine checkpoint_engine, _copy_recovery_script
 pipeline/engine/snapshots.py torch.serialization TORCH_FORCE_WEIGHTS_ONLY_LOAD, Weights only load failed
+pipeline/loss/models/frozen.py peft.tuners.tuners_utils:BaseTunerLayer _active_adapter
 pipeline/loss/models/hf.py transformers:Trainer model_accepts_loss_kwargs, loss_is_scaled_for_ga
 pipeline/loss/models/hf.py transformers:Trainer _loss_shifts_labels, current_gradient_accumulation_steps
 pipeline/loss/models/hf.py trl:SFTTrainer _total_train_tokens

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class LiveTeacher:
 class BaseTeacher:
     """The model under its adapters, as it was before training."""
 
+    temperature = 1.0
+
     def __init__(self, adapted: Any) -> None:
         """Take PEFT's wrapper of a fused model."""
         self.adapted = adapted
@@ -61,7 +64,51 @@ class BaseTeacher:
         training = self.model.training
         self.model.eval()
         try:
-            with self.adapted.disable_adapter():
-                return Teacher(self.model.compute_hidden(tokens, inputs), None)
+            with self._replace_adapters():
+                hidden = self.model.compute_hidden(tokens, inputs)
+                return Teacher(hidden, None, temperature=self.temperature)
         finally:
             self.model.train(training)
+
+    def _replace_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Disable the adapters within the block."""
+        return self.adapted.disable_adapter()
+
+
+class SelfTeacher(BaseTeacher):
+    """The model itself, as it trains."""
+
+    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+        """Take a fused model."""
+        self.model = model
+        self.temperature = temperature
+
+    def _replace_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Keep all weights."""
+        return contextlib.nullcontext()
+
+
+class AdapterTeacher(BaseTeacher):
+    """The model with other adapters than those that train."""
+
+    def __init__(self, adapted: Any, adapter: str, temperature: float = 1.0) -> None:
+        """Take PEFT's wrapper of a fused model, and the name of the other adapters."""
+        super().__init__(adapted)
+        self.temperature = temperature
+        self.adapter = adapter
+        self.layers: list[Any] = [m for m in adapted.modules() if hasattr(m, "_active_adapter")]
+
+    @contextlib.contextmanager
+    def _replace_adapters(self) -> Iterator[None]:
+        """Use the other adapters within the block.
+
+        PEFT's `set_adapter` would also change which parameters require gradients.
+        """
+        active = [layer._active_adapter for layer in self.layers]
+        try:
+            for layer in self.layers:
+                layer._active_adapter = self.adapter
+            yield
+        finally:
+            for layer, name in zip(self.layers, active, strict=True):
+                layer._active_adapter = name

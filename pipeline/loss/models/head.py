@@ -29,6 +29,10 @@ from ..teacher import Teacher, TeacherBatch, TeacherModel, TopK
 # Keys of a model's inputs for a TopK.
 TEACHER_IDS = "teacher_ids"
 TEACHER_LOG_P = "teacher_log_p"
+# A live teacher may read other rows. Their keys have this prefix, and another key holds the positions
+# of the student's tokens in these rows, int64 [b, L].
+DEMONSTRATION = "demonstration_"
+TEACHER_POSITIONS = "teacher_positions"
 VARLEN = "varlen"  # the attention of varlen.py
 DOMAIN = "domain"  # key of a micro-batch for the domain of each row, int64 [b]
 # Keys of transformers for the results of `segments`.
@@ -153,7 +157,7 @@ class FusedHead(nn.Linear):
         if labels is None:
             return super().forward(hidden)
         if isinstance(teacher, Teacher) and teacher.weight is None:
-            teacher = self._as_teacher(teacher.hidden)
+            teacher = self._as_teacher(teacher.hidden)._replace(temperature=teacher.temperature)
         return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
 
     def _as_teacher(self, hidden: Tensor) -> Teacher:
@@ -244,11 +248,18 @@ class FusedCausalLM:
         """
         ids = inputs.pop(TEACHER_IDS, None)
         log_p = inputs.pop(TEACHER_LOG_P, None)
+        positions = inputs.pop(TEACHER_POSITIONS, None)
+        seen = {key: inputs.pop(key) for key in list(inputs) if key.startswith(DEMONSTRATION)}
         hidden = self.compute_hidden(label_count(labels), inputs)
         head: Any = self.get_output_embeddings()  # type: ignore[attr-defined]
         teacher: TeacherBatch | None = None
         if head.spec.terms.objective.divergences and self.teacher is not None:
-            teacher = self.teacher.run_batch(label_count(labels), inputs)
+            if positions is None:
+                teacher = self.teacher.run_batch(label_count(labels), inputs)
+            else:
+                seen = {key.removeprefix(DEMONSTRATION): value for key, value in seen.items()}
+                teacher = self.teacher.run_batch(seen["input_ids"].numel(), seen)
+                teacher = teacher._replace(hidden=teacher.hidden.flatten(0, -2)[positions])
         elif head.spec.terms.objective.divergences and ids is not None:
             teacher = TopK(ids, log_p)
         return head(hidden, labels, teacher, stored)

@@ -240,6 +240,12 @@ def test_the_plan_includes_a_teacher() -> None:
     times = [footprint.step_time(sizes, setup, gpu) for setup in (plain, with_teacher)]
     trained = times[0].matrices + times[0].attention + times[0].elementwise + times[0].head
     assert times[0].teacher == 0 and times[1].teacher == pytest.approx(trained / 3, rel=0.05)
+    for stage, share in ((2, 1), (3, 2)):  # an average in float32, next to the teacher's weights
+        averaged = dataclasses.replace(with_teacher, stage=stage, ranks=2, averaged=True)
+        for copied, width in ((True, 4), (False, 6)):
+            pair = [dataclasses.replace(averaged, copied=copied, averaged=on) for on in (True, False)]
+            more, less = (footprint.memory(sizes, setup).teacher for setup in pair)
+            assert more - less == pytest.approx(width * sizes.trainable / share)
     slow = dataclasses.replace(with_teacher, stage=3, ranks=64)
     assert footprint.step_time(sizes, slow, gpu, network_gb=1.0).teacher > 2 * times[1].teacher
 
@@ -252,6 +258,10 @@ def test_the_plan_includes_a_teacher() -> None:
         ({"model": "x", "scores": "y"}, "scores"),
         ({"model": "x", "temperature": 0}, "temperature"),
         ({"scores": "x", "temperature": 2}, "temperature"),
+        ({"ema": 1.0}, "ema: Input should be less than 1"),
+        ({"ema": -0.1}, "ema: Input should be greater than or equal to 0"),
+        ({"ema": 0.9, "model": "x"}, "exactly one of model, scores and ema"),
+        ({"ema": 0.9, "dtype": "float32"}, "remove revision and dtype"),
     ],
 )
 def test_mistakes_in_the_teacher_section_are_found(folder: Path, teacher: Any, expected: str) -> None:

@@ -20,8 +20,9 @@ from emo.pipeline.batches.on_policy import (
     sample_tokens,
 )
 from emo.pipeline.engine.hardware import ACCELERATORS
-from emo.pipeline.loss import plan_tokens
-from emo.pipeline.loss.models.head import BOUNDS, segments
+from emo.pipeline.loss import fuse_model, get_objective, plan_tokens
+from emo.pipeline.loss.models.frozen import SelfTeacher
+from emo.pipeline.loss.models.head import BOUNDS, DEMONSTRATION, TEACHER_POSITIONS, segments
 from emo.pipeline.model.objective_config import ObjectiveConfig
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import Setup
@@ -89,6 +90,7 @@ def test_texts_equal_those_of_a_naive_sampler(name: str) -> None:
         {"name": "kl", "teacher": {"scores": "stored"}, "on_policy": {"share": 0.5}},
         {"name": "kl", "teacher": "base", "on_policy": {"share": 1.5}},
         {"name": "kl", "teacher": "base", "on_policy": {"share": 0.5, "tokens": 0}},
+        {"name": "kl", "teacher": {"model": "x"}, "on_policy": {"share": 1, "context": "demonstration"}},
     ],
 )
 def test_settings_without_a_live_teacher_or_tokens_are_rejected(objective: dict[str, Any]) -> None:
@@ -151,3 +153,59 @@ def test_repacked_rows_leave_out_documents_that_do_not_fit() -> None:
         **dict(zip(range(2, 8), range(90, 96), strict=True)),  # the text of 2 and its prompt of 2 did not fit
         15: 98,
     }
+
+
+TEXTS = [[50, 51, 52], [53, 54], [55]]
+
+
+def test_teachers_read_the_answer_before_the_text() -> None:
+    """Prompt, answer, prompt and text of each document. The texts of student and teacher correspond."""
+    micro = micro_batch()
+    result = repack_rows(micro, find_prompts(micro), TEXTS, context=12)
+    seen = result[DEMONSTRATION + "input_ids"]
+    first = [0, 1, 2, 3, 4, 0, 1, 2, 50, 51, 52]
+    assert seen.shape == (2, 24) and seen[0].tolist() == [*first, 5, 6, 7, 8, 5, 6, 53, 54, *[0] * 5]
+    # an answer of four tokens is cut to the context
+    assert seen[1, :12].tolist() == [12, 13, 14, 15, 16, 17, 18, 12, 13, 14, 15, 55]
+    assert result[DEMONSTRATION + "position_ids"][0].tolist() == [*range(11), *range(8), *range(5)]
+    assert result[DEMONSTRATION + BOUNDS].tolist() == [0, 11, 19, 24, 36, 48]
+    plan = result["labels"]
+    taught = result[TEACHER_POSITIONS].flatten()[plan.positions]
+    assert seen.flatten()[taught + 1].tolist() == plan.labels.tolist()
+    assert torch.equal(seen.flatten()[taught], result["input_ids"].flatten()[plan.positions])
+    # in a context of nine tokens, only the second document has room for an answer
+    assert repack_rows(micro, find_prompts(micro), TEXTS, context=9)["labels"].labels.tolist() == [53, 54]
+
+
+def test_the_loss_with_demonstrations_equals_dense_autograd() -> None:
+    torch.manual_seed(0)
+    model = family("llama").double().eval()
+    micro = micro_batch()
+    prompts = find_prompts(micro)
+    want = torch.zeros((), dtype=torch.float64)
+    for prompt, text in zip(prompts, TEXTS, strict=True):
+        document = [*prompt.ids.tolist(), *text]
+        longer = torch.tensor([[*prompt.ids.tolist(), *prompt.answer.tolist(), *document]])
+        tail = slice(-len(text) - 1, -1)
+        p = model(longer).logits[0, tail].detach().log_softmax(-1)
+        q = model(torch.tensor([document])).logits[0, tail].log_softmax(-1)
+        want = want + torch.nn.functional.kl_div(p, q, log_target=True, reduction="sum")
+    want.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    fuse_model(model, get_objective("reverse_kl"))
+    model.teacher = SelfTeacher(model)
+    loss = model(**repack_rows(micro, prompts, TEXTS, context=64)).loss
+    loss.backward()
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-6, atol=1e-9)
+
+
+def test_the_plan_includes_what_teachers_read() -> None:
+    """Rows of twice the length double the forward pass of the teacher, in the share of the steps."""
+    teacher = {"teacher": LLAMA_7B, "copied": False}
+    pair = [Setup(8, 2, 1, 2048, demonstrated=share, **teacher) for share in (0.0, 0.5)]
+    less, more = (footprint.step_time(LLAMA_7B, setup, ACCELERATORS["A100-80G"]).teacher for setup in pair)
+    assert more == pytest.approx(1.5 * less, rel=0.05)
+    assert footprint.memory(LLAMA_7B, pair[1]).teacher == 2 * footprint.memory(LLAMA_7B, pair[0]).teacher
