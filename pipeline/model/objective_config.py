@@ -230,7 +230,8 @@ class ObjectiveConfig(Section):
     def scores_name(self) -> str | None:
         """Return the name of the stored scores that training reads."""
         teacher = self.resolved_teacher
-        return teacher.scores if isinstance(teacher, TeacherConfig) else self.scores
+        stored = teacher.scores if isinstance(teacher, TeacherConfig) else None
+        return stored or self.scores
 
     @property
     def label(self) -> str:
