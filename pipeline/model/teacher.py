@@ -52,6 +52,11 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
     return ModelConfig(path=path, revision=revision, **options)
 
 
+def holds_base(config: RunConfig) -> bool:
+    """Return whether the model before training is in memory, under adapters or as the teacher."""
+    return config.model.lora is not None or config.objective.resolved_teacher == BASE
+
+
 def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[Manifest]) -> None:
     """Raise UserError for a teacher with too small a vocabulary or context, or with another tokenizer."""
     teacher = config.objective.resolved_teacher
@@ -102,6 +107,8 @@ def teacher_identity(config: RunConfig, world: World) -> str | None:
 def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world: World, packs: bool) -> None:
     """Load the live teacher of a recipe, if any, and attach it to the trained model. All ranks must call.
 
+    Attach the model before training as well, if it is in memory.
+
     Under ZeRO-3 call it while transformers builds partitioned models. Raises UserError for damaged weights,
     and for a model that the fused head does not reproduce or that does not separate packed documents.
 
@@ -113,9 +120,13 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
         packs: Rows hold several documents.
     """
     reference = config.objective.resolved_teacher
-    if reference == BASE and config.model.lora is not None:
-        model.get_base_model().teacher = BaseTeacher(model)
-        return
+    fused = model
+    if config.model.lora is not None:
+        fused = model.get_base_model()
+        fused.base_teacher = BaseTeacher(model)
+        if reference == BASE:
+            fused.teacher = fused.base_teacher
+            return
     settings = teacher_config(config)
     if settings is None:
         return
@@ -137,5 +148,6 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
             raise UserError(f"the teacher: {packing_problem(teacher)}", code="packing")
         teacher.packing = "alone"
     temperature = reference.temperature if isinstance(reference, TeacherConfig) else 1.0
-    base = model.get_base_model() if config.model.lora is not None else model
-    base.teacher = LiveTeacher(teacher, temperature, engine)
+    fused.teacher = LiveTeacher(teacher, temperature, engine)
+    if reference == BASE:
+        fused.base_teacher = fused.teacher

@@ -30,6 +30,7 @@ from emo.common.errors import FailureError, UserError
 from emo.common.io.files import part_file
 from emo.common.provenance import shipped
 from emo.common.text import counted
+from emo.data_prep.shards.scores import top_dtype
 
 from ..batches.config import Batch, solve_batch
 from ..batches.order import REPEATED, MixedOrder, Portion
@@ -41,7 +42,7 @@ from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
 from ..model.objective_config import BASE, ends
-from ..model.teacher import KEY, teacher_config
+from ..model.teacher import KEY, holds_base, teacher_config
 from . import footprint
 from .checks import PlannedRun, TrainingRun, check_plan
 from .footprint import Memory, Setup, Sizes, Time
@@ -280,6 +281,11 @@ def _recipe_rows(
     if setup.teacher is not None:
         copied = f"{setup.teacher.parameters:,} parameters"
         rows.append(("teacher", copied if setup.copied else "this model without its adapters"))
+    if config.train.kl_from_base and config.data.validation_sets and not holds_base(config):
+        tokens = len(config.data.validation_sets) * config.train.eval_rows * config.data.sequence_len
+        dtype = top_dtype(min(config.train.kl_from_base, sizes.vocabulary - 1), sizes.vocabulary, "<f4")
+        stored = f"at most {tokens * dtype.itemsize / GB:,.2g} GB of predictions in the run directory"
+        rows.append(("KL from base", stored))
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     staged = sizes.trainable * (12 + setup.width)  # float32 weights, two moments, weights
     rows.append(("states per rank", memory_line(states, 2)))
