@@ -163,7 +163,7 @@ class Gain(NamedTuple):
     end: float | None
     change: Change | None
     against_first: Change | None  # compared with the first run's last measurement of the same documents
-    kl_from_base: float | None  # nats per token, if it was measured
+    kl_from_base: float | None = None  # nats per token, if it was measured
 
     def as_json(self) -> Record:
         """Return the numbers for JSON."""
@@ -184,8 +184,9 @@ def compute_gains(runs: Sequence[RecordedRun]) -> list[Gain]:
             before, after = (read_documents(run.path, name, r["step"]) if r else None for r in (start, last))
             if last["step"] > 0:
                 changes = [compute_change(d, after) if d and after else None for d in (before, reference)]
-                values = [r.get("validation_nll") for r in (start, last)]
-                gains.append(Gain(run, name, last["step"], *values, *changes, number(last.get(KL))))
+                values = (r.get("validation_nll") for r in (start, last))
+                gain = Gain(run, name, last["step"], *values, *changes)
+                gains.append(gain._replace(kl_from_base=number(last.get(KL))))
             reference = after if run is runs[0] else reference
     return gains
 
