@@ -200,6 +200,8 @@ def _add_report(commands: Any) -> None:
         "exit with code 3 if the loss on one of these validation sets is certain to have risen since step 0"
     )
     add("--fail_on_regression", metavar="SET[,SET]", help=risen)
+    drift = "with --fail_on_regression: largest allowed KL from the base model, in nats per token"
+    add("--max_kl", type=float, metavar="NATS", help=drift)
 
 
 def is_first_of_host() -> bool:
@@ -339,6 +341,10 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    if args.max_kl is not None and not (args.max_kl >= 0 and args.fail_on_regression):
+        raise UserError(
+            "--max_kl must be 0 or more nats, and needs --fail_on_regression", code="option-needs"
+        )
     announce("report")
     from emo.common.io.files import write_text
     from emo.common.report.document import STDOUT, folder_of
@@ -348,7 +354,7 @@ def _report(args: argparse.Namespace) -> int:
 
     runs = read_runs(args.runs)
     names = args.fail_on_regression
-    verdicts = regressions(runs, [] if names is None else names.split(","))
+    verdicts = regressions(runs, [] if names is None else names.split(","), args.max_kl)
     out = args.output_path or str(runs[0].path)
     page = build_run_report(runs, args.over, folder_of(out).absolute())
     lines = [line for _, line in verdicts]

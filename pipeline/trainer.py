@@ -68,6 +68,7 @@ from .model.export import export_model
 from .model.kernels import check_kernels
 from .model.objectives import load_losses, measuring, warn_of_twins
 from .model.teacher import add_teacher, teacher_identity
+from .monitor.base import find_bases
 from .monitor.component import Component, RunState
 from .monitor.console import Console
 from .monitor.evaluation import evaluate
@@ -326,6 +327,8 @@ class Trainer:
             name: Batches(rows, scores, plan.batch.micro, world.device)
             for (name, rows), scores in zip(plan.validation.items(), plan.scores[1:], strict=True)
         }
+        with self.lock.activity("validating"):
+            self.bases = find_bases(config, self.engine, self.validation, state.step)
         self.student = None
         if config.objective.on_policy is not None:
             self.student = OnPolicy(config, self.engine, len(plan.data.domains))
@@ -403,9 +406,10 @@ class Trainer:
         measured = {}
         with self.lock.activity("validating"):
             for name, rows in self.validation.items():
-                totals, documents = evaluate(self.engine, self.losses, rows, self.config.train.eval_rows)
-                self.metrics.record_validation(self.state, name, totals, documents)
-                measured[name] = totals
+                max_rows = self.config.train.eval_rows
+                result = evaluate(self.engine, self.losses, rows, max_rows, self.bases.get(name))
+                self.metrics.record_validation(self.state, name, *result)
+                measured[name] = result[0]
         self.metrics.exclude_pause()
         return self.selection.compare(self.state.step, measured)
 

@@ -62,9 +62,9 @@ def shard_file(data: TokenDataset, name: str, index: int) -> Path:
     return directory(data, name) / Path(data.manifest.shards[index].file).with_suffix(".npy").name
 
 
-def top_dtype(k: int, vocab_size: int) -> np.dtype[Any]:
+def top_dtype(k: int, vocab_size: int, log_p: str = "<f2") -> np.dtype[Any]:
     """Return the type of the k most likely ids, and of their and the remaining log-probability."""
-    return np.dtype([("ids", "<u2" if vocab_size <= 2**16 else "<i4", (k,)), ("log_p", "<f2", (k + 1,))])
+    return np.dtype([("ids", "<u2" if vocab_size <= 2**16 else "<i4", (k,)), ("log_p", log_p, (k + 1,))])
 
 
 def write_scores(path: Path, scores: np.ndarray) -> None:

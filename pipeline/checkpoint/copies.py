@@ -158,13 +158,17 @@ class Uploads:
 
 
 def copy_records(run_dir: Path, store: Store) -> None:
-    """Copy the files that reports read, without an unfinished last line."""
+    """Copy the files that reports and validation read, without an unfinished last line."""
     paths = [run_dir / name for name in (CONFIG, *RECORDS)]
+    copied = store.list_files(VALIDATION)
     for path in filter(Path.is_file, (*paths, *(run_dir / VALIDATION).rglob("*"))):
+        name = path.relative_to(run_dir).as_posix()
+        if path.suffix == ".npy" and copied.get(name) == path.stat().st_size:
+            continue  # the predictions of the base are large and do not change
         content = path.read_bytes()
         if path.suffix == ".jsonl":
             content = content[: content.rfind(b"\n") + 1]
-        store.write(path.relative_to(run_dir).as_posix(), [content])
+        store.write(name, [content])
 
 
 def copy_checkpoint(

@@ -3,7 +3,8 @@
 config.yaml      the resolved configuration, and the identity of its inputs (identity.py)
 data_hashes.json the shards whose content was verified
 metrics.jsonl    a line per logged step, and per validation set and validated step
-validation/      the NLL of every document of each validation set, by step (monitor/validation.py)
+validation/      the NLL of every document of each validation set, by step (monitor/validation.py), and the
+                 predictions of the model before training (monitor/base.py)
 launches.jsonl   a line when a launch starts to train, and a line with the reason when it ends
 samples.jsonl    the model's continuations of train.sample_prompts at each checkpoint
 log.txt          output of the launcher, compilers and libraries

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
-from ..loss.models.head import BOUNDS, DOMAIN, sum_by_document
+from ..loss import TopK
+from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, sum_by_document
 from .average import WeightAverage, local_values
 from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .pace import OwnTime
@@ -159,6 +160,16 @@ class Engine:
             nll.append(sum_by_document(sums.by_token[1], inputs[BOUNDS]))
             tokens.append(micro["labels"].per_document(micro[BOUNDS]))
         return vector.reduce(), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
+
+    @torch.no_grad()
+    def most_likely(self, micro_batches: Iterable[MicroBatch], k: int) -> Iterator[TopK]:
+        """Yield the k most likely tokens at the supervised positions of each micro-batch.
+
+        All ranks must call, with equally many micro-batches.
+        """
+        self.ds.eval()
+        for micro in micro_batches:
+            yield self.ds(**self._to_device(micro), **{TOP_K: k})
 
     def snapshot(self, directory: Path) -> None:
         """Copy this rank's part of the state, to be written below `directory`; all ranks must call."""

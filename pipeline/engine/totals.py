@@ -13,7 +13,7 @@ from torch import Tensor
 from ..loss.fused import BINS, LossSums
 
 STOP = 4  # index of the stop flag among the scalars below
-SCALARS = 6  # loss, NLL, DEMD, supervised tokens, stop flag, divergence
+SCALARS = 7  # loss, NLL, DEMD, supervised tokens, stop flag, divergence, KL from the base
 
 
 class DomainTotals(NamedTuple):
@@ -36,6 +36,7 @@ class StepTotals(NamedTuple):
     weights: tuple[float, ...] = ()  # histogram of the objective's weights, see loss/fused.py
     domains: tuple[DomainTotals, ...] = ()  # empty with a single domain
     divergence: float = math.nan  # from a teacher, unweighted
+    kl_from_base: float = math.nan  # from the model before training, if it was measured
     seconds: tuple[float, ...] = ()  # by rank: compute without waiting for others, in the previous step
     grad_norm: float = math.nan  # before clipping
 
@@ -70,7 +71,10 @@ class TotalsVector:
     def add(self, sums: LossSums, domain: Tensor | None = None) -> None:
         """Add a micro-batch; `domain` [b] holds the domain of each row."""
         stop = torch.zeros_like(sums.nll)
-        scalars = (sums.loss.detach(), sums.nll, sums.demd, sums.tokens, stop, sums.divergence)
+        kl = (
+            sums.by_token[2:].sum(1, dtype=torch.float64).sum() if len(sums.by_token) > 2 else stop + math.nan
+        )
+        scalars = (sums.loss.detach(), sums.nll, sums.demd, sums.tokens, stop, sums.divergence, kl)
         by_domain = torch.zeros(2, len(self.domains), dtype=torch.float64, device=sums.weights.device)
         if domain is not None:
             by_row = sums.by_token.view(2, len(domain), -1).sum(2, dtype=torch.float64)
@@ -82,7 +86,7 @@ class TotalsVector:
         """Add up the vectors of all ranks; all ranks must call."""
         dist.all_reduce(self.values)
         values = self.values.tolist()
-        loss, nll, demd, tokens, stop, divergence = values[:SCALARS]
+        loss, nll, demd, tokens, stop, divergence, kl = values[:SCALARS]
         losses = values[self._losses : self._losses + len(self.domains)]
         nlls = values[self._losses + len(self.domains) : self._seconds]
         return StepTotals(
@@ -94,5 +98,6 @@ class TotalsVector:
             weights=tuple(values[SCALARS : self._losses]),
             domains=tuple(map(DomainTotals, self.domains, losses, nlls)),
             divergence=divergence,
+            kl_from_base=kl,
             seconds=tuple(values[self._seconds :]),
         )

@@ -47,7 +47,7 @@ Divergence = Callable[..., DivergenceTerms]
 
 def kl(log_p: Tensor, log_q: Tensor, p: Tensor) -> DivergenceTerms:
     """Forward KL (arXiv 1503.02531): L = sum_i p_i log(p_i / q_i); dL/dz = q - p."""
-    return DivergenceTerms(_kl_sum(p, log_p, log_q), -p)
+    return DivergenceTerms(kl_sum(p, log_p, log_q), -p)
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor, q: Tensor) -> DivergenceTerms:
@@ -66,7 +66,7 @@ def jsd(log_p: Tensor, log_q: Tensor, p: Tensor, q: Tensor, *, beta: float = 0.5
         raise UserError(f"objective.params: {problem}", code="option-range")
     log_m = _log_mixture(log_p, log_q, beta)
     u = (1 - beta) * q * (log_q - log_m)
-    return DivergenceTerms(beta * _kl_sum(p, log_p, log_m) + u.sum(1), u)
+    return DivergenceTerms(beta * kl_sum(p, log_p, log_m) + u.sum(1), u)
 
 
 def skew_kl(log_p: Tensor, log_q: Tensor, p: Tensor, q: Tensor, *, alpha: float = 0.1) -> DivergenceTerms:
@@ -75,7 +75,7 @@ def skew_kl(log_p: Tensor, log_q: Tensor, p: Tensor, q: Tensor, *, alpha: float 
         raise UserError(f"objective.params: alpha must be in [0, 1) (got: {alpha:g})", code="option-range")
     log_m = _log_mixture(log_p, log_q, alpha)
     # dL/dq = -(1 - alpha) p / m; adding 1 - alpha avoids cancellation where p and q agree
-    return DivergenceTerms(_kl_sum(p, log_p, log_m), (1 - alpha) ** 2 * torch.exp(log_q - log_m) * (q - p))
+    return DivergenceTerms(kl_sum(p, log_p, log_m), (1 - alpha) ** 2 * torch.exp(log_q - log_m) * (q - p))
 
 
 def tv(p: Tensor, q: Tensor) -> DivergenceTerms:
@@ -128,7 +128,7 @@ class BoundDivergence:
         return DIVERGENCES[self.name](*arguments, **self.options)
 
 
-def _kl_sum(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+def kl_sum(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return sum_i p_i (log p_i - log q_i), [n]; entries with p_i = 0 add nothing."""
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(1)
 

@@ -182,7 +182,9 @@ class LossSums(NamedTuple):
     tokens: Tensor  # int64 count
     divergence: Tensor  # from a teacher, without weights; detached, NaN without one
     weights: Tensor  # [BINS + 1] histogram of the objective's weights, float64
-    by_token: Tensor  # [2, N] loss and NLL of every label, 0 for ignored ones; [2, 0] unless requested
+    # [2, N] loss and NLL of every label, 0 for ignored ones; [2, 0] unless requested. A third row is the
+    # divergence from the model before training (from_base.py).
+    by_token: Tensor
 
 
 class Totals:
@@ -538,11 +540,16 @@ class _BatchChunks:
 def _chunk_size(spec: Spec, x: Tensor, V: int, copies: bool, live_teacher: bool) -> int:
     """Return the tokens of a chunk whose logits, copies and teacher's logits fit into the budget."""
     dtype = x.dtype
-    budget = spec.memory_mb or (CHUNK_MB_CPU[dtype.itemsize] if x.device.type == "cpu" else CHUNK_MB)
     matrices = 1.0 + copies  # of the logits' size
     if live_teacher:
         matrices += statistics_dtype(dtype).itemsize / dtype.itemsize
-    return max(16, int(budget * 2**20 / (V * dtype.itemsize * matrices)))
+    return max(16, int(chunk_bytes(spec, x) / (V * dtype.itemsize * matrices)))
+
+
+def chunk_bytes(spec: Spec, x: Tensor) -> float:
+    """Return the budget of the logits of a chunk of hidden states like `x`."""
+    default = CHUNK_MB_CPU[x.dtype.itemsize] if x.device.type == "cpu" else CHUNK_MB
+    return (spec.memory_mb or default) * 2**20
 
 
 def _prepare_cost(

@@ -51,6 +51,12 @@ class Teacher(NamedTuple):
         dtype = statistics_dtype(self.hidden.dtype)
         return self.at_positions(positions, vocab_size, dtype).normalised().z
 
+    def top_k(self, positions: Tensor, vocab_size: int, k: int) -> TopK:
+        """Return its k most likely tokens at flat positions [n]."""
+        log_p = self.log_probs(positions, vocab_size)
+        ids = log_p.topk(k).indices
+        return TopK(ids, merge_others(log_p, ids))
+
 
 class TeacherRows(NamedTuple):
     """Rows of a live teacher's logits, as its head's product left them."""
@@ -100,6 +106,12 @@ class TopK(NamedTuple):
 
 
 TeacherBatch = Teacher | TopK
+
+
+def merge_others(log_p: Tensor, ids: Tensor) -> Tensor:
+    """Return log p of tokens `ids` [n, k] and of all others together, [n, k + 1]; log_p is overwritten."""
+    listed = log_p.gather(1, ids)
+    return torch.cat((listed, log_p.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)), 1)
 
 
 class TeacherModel(Protocol):

@@ -72,7 +72,7 @@ def _check_lora_target(model: PreTrainedModel, target: str) -> None:
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model's adapters, with their names in PEFT's files."""
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name and f".{ADAPTER}" in name:  # not those of a teacher
             yield name.replace(f".{ADAPTER}", ""), parameter
 
 

@@ -58,6 +58,11 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
     return ModelConfig(path=path, revision=revision, **options)
 
 
+def holds_base(config: RunConfig) -> bool:
+    """Return whether the model before training is in memory, under adapters or as the teacher."""
+    return config.model.lora is not None or config.objective.resolved_teacher == BASE
+
+
 def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[Manifest]) -> None:
     """Raise UserError for a teacher with too small a vocabulary or context, or with another tokenizer."""
     teacher = config.objective.resolved_teacher
@@ -110,6 +115,8 @@ def add_teacher(
 ) -> dict[str, nn.Parameter]:
     """Load the live teacher of a recipe, if any, and attach it to the trained model. All ranks must call.
 
+    Attach the model before training as well, if it is in memory.
+
     Returns the parameters of the teacher by the names that they have in the trained model. There are none if
     the teacher is the model without its adapters. Under ZeRO-3 call it while transformers builds partitioned
     models. Raises UserError for damaged weights, and for a model that the fused head does not reproduce or
@@ -124,6 +131,10 @@ def add_teacher(
     """
     reference = config.objective.resolved_teacher
     temperature = reference.temperature if isinstance(reference, TeacherConfig) else 1.0
+    fused = model
+    if config.model.lora is not None:
+        fused = model.get_base_model()
+        fused.base_teacher = BaseTeacher(model)
     if config.objective.average_decay is not None:
         offload = ds_config["zero_optimization"].get("offload_param") or {}
         if offload.get("device") == "nvme":
@@ -131,12 +142,11 @@ def add_teacher(
             raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
         if config.model.lora is not None:
             return add_averaged_adapters(model, temperature)
-    base = model.get_base_model() if config.model.lora is not None else model
     if config.objective.teaches_itself:
-        base.teacher = SelfTeacher(base, temperature)
+        fused.teacher = SelfTeacher(fused, temperature)
         return {}
     if reference == BASE and config.model.lora is not None:
-        base.teacher = BaseTeacher(model)
+        fused.teacher = fused.base_teacher
         return {}
     settings = teacher_config(config)
     if settings is None:
@@ -161,7 +171,9 @@ def add_teacher(
         if packs:
             raise UserError(f"the teacher: {packing_problem(teacher)}", code="packing")
         teacher.packing = "alone"
-    base.teacher = LiveTeacher(teacher, temperature, engine)
+    fused.teacher = LiveTeacher(teacher, temperature, engine)
+    if reference == BASE:
+        fused.base_teacher = fused.teacher
     return dict(teacher.named_parameters())
 
 

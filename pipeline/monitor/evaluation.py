@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from ..batches.loader import Batches, rank_rows
@@ -11,9 +14,11 @@ from ..engine.totals import StepTotals
 from ..model.objectives import Losses, measuring
 from .validation import Documents, group_by_document
 
+Base = Callable[[np.ndarray], dict[str, Any]]  # returns a model's inputs for its KL from the base, by rows
+
 
 def evaluate(
-    engine: Engine, losses: Losses, validation: Batches, max_rows: int
+    engine: Engine, losses: Losses, validation: Batches, max_rows: int, base: Base | None = None
 ) -> tuple[StepTotals, Documents]:
     """Measure the first rows of a validation set. Return totals, and the NLL of each document.
 
@@ -24,13 +29,18 @@ def evaluate(
         losses: the objective, and the costs for DEMD.
         validation: the rows of the set.
         max_rows: largest number of rows to measure.
+        base: provides the model before training. None: do not measure the divergence from it.
     """
     world = engine.world
     data = validation.data
     rows = np.arange(min(len(data), max_rows))
     local, real = rank_rows(rows, world.rank, world.ranks, validation.micro)
+    batches = validation.read(local, real)
+    if base is not None:
+        parts = np.split(np.arange(len(local)), range(validation.micro, len(local), validation.micro))
+        batches = (batch | base(local[part][real[part]]) for batch, part in zip(batches, parts, strict=True))
     with measuring(engine.model, losses):
-        totals, *columns = engine.evaluate(validation.read(local, real))
+        totals, *columns = engine.evaluate(batches)
     nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
     sources = []  # document of each segment, in the order of the ranks
     ordered, _ = rank_rows(rows, 0, 1, world.ranks * validation.micro)

@@ -79,6 +79,12 @@ VALIDATION = {key: TRAINING[key] for key in ("time", "epoch", "step", "tokens")}
     "validation_perplexity": Key("", "exp(`validation_nll`)."),
     "validation_demd": Key("cost", "`demd` of the set."),
     "validation_divergence": Key(TOKEN, "`divergence` of the set.", "the objective has a teacher"),
+    "validation_kl_from_base": Key(
+        TOKEN,
+        "Mean KL(base, model), where base is the model before training. 0 means that no prediction changed. "
+        "With stored scores it is a lower limit.",
+        "LoRA, `objective.teacher: base` or `train.kl_from_base`",
+    ),
     "validation_change": Key(
         TOKEN,
         "Change of `validation_nll` since step 0, paired by document. An increase is forgetting.",
@@ -99,6 +105,7 @@ CONSOLE = {
     "perplexity": "`validation_perplexity`.",
     "DEMD": "`validation_demd`, the differentiable earth mover distance.",
     "divergence": "`validation_divergence`, the distance from the teacher. It is not a sign of instability.",
+    "KL from base": "`validation_kl_from_base`, how far the predictions are from those before training.",
     "NLL since step 0": "`validation_change` and its 95 % interval.",
     "sample": "How the model continued the first of `train.sample_prompts`.",
 }

@@ -207,6 +207,8 @@ class Metrics(Component):
         if not self.active:
             return
         means = {f"validation_{key}": value for key, value in means_per_token(totals, totals.tokens).items()}
+        if not math.isnan(totals.kl_from_base):
+            means["validation_kl_from_base"] = _mean(totals.kl_from_base, totals.tokens)
         record = {"step": state.step, "tokens": state.tokens, "set": name, **means}
         validation.write_documents(self._run_dir, name, state.step, documents)
         start = validation.read_documents(self._run_dir, name, 0) if state.step else None
@@ -216,7 +218,7 @@ class Metrics(Component):
             record |= {f"validation_change{end}": value for end, value in limits.items()}
         event = self._write(split_of(name), record)
         labels = {"loss": "loss", "nll": "NLL", "perplexity": "perplexity", "demd": "DEMD"}
-        labels["divergence"] = "divergence"
+        labels |= {"divergence": "divergence", "kl_from_base": "KL from base"}
         values = ((label, event.get(f"validation_{key}")) for key, label in labels.items())
         parts = [f"{label} {x:.4g}" for label, x in values if x is not None] or ["not finite"]
         parts += [f"NLL since step 0 {changed}"] if changed is not None else []

@@ -30,6 +30,7 @@ from emo.common.errors import FailureError, UserError
 from emo.common.io.files import part_file
 from emo.common.provenance import shipped
 from emo.common.text import counted
+from emo.data_prep.shards.scores import top_dtype
 
 from ..batches.config import Batch, solve_batch
 from ..batches.order import REPEATED, MixedOrder, Portion
@@ -42,7 +43,7 @@ from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
 from ..model.objective_config import BASE, ends
-from ..model.teacher import KEY, teacher_config
+from ..model.teacher import KEY, holds_base, teacher_config
 from . import footprint
 from .checks import PlannedRun, TrainingRun, check_plan
 from .footprint import Memory, Setup, Sizes, Time
@@ -286,6 +287,11 @@ def _recipe_rows(
     rows.append(("ZeRO", f"stage {setup.stage}{note}"))
     if setup.teacher is not None:
         rows.append(("teacher", _describe_teacher(config, setup, sizes)))
+    if config.train.kl_from_base and config.data.validation_sets and not holds_base(config):
+        tokens = len(config.data.validation_sets) * config.train.eval_rows * config.data.sequence_len
+        dtype = top_dtype(min(config.train.kl_from_base, sizes.vocabulary - 1), sizes.vocabulary, "<f4")
+        stored = f"at most {tokens * dtype.itemsize / GB:,.2g} GB of predictions in the run directory"
+        rows.append(("KL from base", stored))
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     # float32 weights, two moments, weights, and an average in float32
     staged = sizes.trainable * (12 + setup.width + (4 if setup.averaged else 0))

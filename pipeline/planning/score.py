@@ -143,10 +143,8 @@ def _most_likely(hidden: Tensor, head: Any, used: Tensor, k: int, vocab_size: in
     (positions,) = used.flatten().nonzero(as_tuple=True)
     teacher = Teacher(hidden, head.weight, head.bias, head.spec.terms.softcap, head.spec.logit_scale)
     for part in positions.split(TOKENS):
-        log_p, ids = (logprobs := teacher.log_probs(part, vocab_size)).topk(k)
-        others = logprobs.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True).clamp(min=LOWEST)
-        entries = torch.cat((log_p.clamp(min=LOWEST, max=0), others.clamp(max=0)), 1)
+        best = teacher.top_k(part, vocab_size, k)
         index = part.cpu().numpy()
-        result["ids"][index] = ids.cpu().numpy()
-        result["log_p"][index] = entries.cpu().numpy()
+        result["ids"][index] = best.ids.cpu().numpy()
+        result["log_p"][index] = best.log_p.clamp(min=LOWEST, max=0).cpu().numpy()
     return result.reshape(used.shape)

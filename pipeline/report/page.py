@@ -18,18 +18,20 @@ from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe,
 from ..control.run_dir import EXPORT
 from ..monitor.console import duration
 from ..monitor.validation import Change
-from .runs import KILLED, Gain, RecordedRun, compute_gains, describe_end
+from .runs import KILLED, KL, Gain, RecordedRun, compute_gains, describe_end
 
 COLOURED = 8  # runs that curves show in colour, not grey
 EQUAL = 1e-4  # largest relative difference of two values that a figure cannot show
 UNIT = "nats per token"
 EVALUATION = ("report.html", "results.json")  # files of an evaluation, which runs link to
+KL_TITLE = "KL from the base model, nats per token"
 # Quantities drawn over training, in order: key in metrics.jsonl, title, key on held-out data.
 QUANTITIES = (
     ("nll", "Loss, nats per token", "validation_nll"),
     ("loss", "Training objective", "validation_loss"),
     ("demd", "Embedding distance to the target (DEMD)", "validation_demd"),
     ("divergence", "Divergence from the teacher", "validation_divergence"),
+    ("", KL_TITLE, KL),
     ("grad_norm", "Gradient norm before clipping", ""),
     ("lr", "Learning rate", ""),
     ("tokens_per_s", "Supervised tokens per second", ""),
@@ -46,6 +48,7 @@ CHANGES = (
     "Change of the held-out loss since step 0 in nats per token, with 95 % intervals, paired by document. "
     "Left of zero is an improvement. A change is clear if its interval excludes zero."
 )
+DRIFT = " KL from base: how far the predictions are from those before training, in nats per token."
 ONE_RUN = "The intervals cover the choice of held-out documents, not the training seed."
 SUMMARY = (
     "Tokens: supervised tokens. Losses: the last ones in nats per token. Skipped: steps that were not "
@@ -218,18 +221,21 @@ def _describe_last_loss(runs: Sequence[RecordedRun]) -> list[str]:
 def _gains_table(gains: Sequence[Gain], first: str) -> Table:
     """Return the table of changes. Several runs are compared with the run `first`."""
     rows: list[Row] = []
-    for i, (run, name, step, start, end, change, against) in enumerate(gains):
+    has_kl = any(gain.kl_from_base is not None for gain in gains)
+    for i, (run, name, step, start, end, change, against, kl) in enumerate(gains):
         verdict, tone = VERDICTS[change.direction] if change else ("not comparable", "quiet")
         if start is None or (change and not change.interval):
             verdict = "not measured at step 0" if start is None else "too few documents"
             tone = "quiet"
         losses = [formatted(value, "{:.4f}") for value in (start, end)]
         row = [Cell(verdict, tone=tone), *_drawn(run, change), *losses, step, change and change.documents]
+        row += [formatted(kl, "{:.4f}")] if has_kl else []
         title = Cell(name, tone="again" * (i > 0 and gains[i - 1].set == name))
         rows.append([title, _name(run), *row, _drawn(run, against)[1]] if first else [title, *row])
     head = ["Verdict", "← better · worse →", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
+    head += ["KL from base"] if has_kl else []
     head = ["Held-out set", "Run", *head, f"Against {first}"] if first else ["Held-out set", *head]
-    return Table(head, rows, CHANGES, 3 if first else 2)
+    return Table(head, rows, CHANGES + DRIFT * has_kl, 3 if first else 2)
 
 
 def _drawn(run: RecordedRun, change: Change | None) -> list[Cell]:
@@ -268,8 +274,9 @@ def _curves(runs: Sequence[RecordedRun], over: str) -> list[Curves]:
                 for run in runs
             ]
     for name in [] if single else dict.fromkeys(name for run in runs for name in run.held_out):
-        measured = [finite_points(run.held_out.get(name, []), over, "validation_nll") for run in runs]
-        drawn[f"Held-out loss on {name}"] = [(points, points) for points in measured]
+        for title, key in (("Held-out loss", "validation_nll"), (KL_TITLE, KL)):
+            measured = [finite_points(run.held_out.get(name, []), over, key) for run in runs]
+            drawn[f"{title} on {name}"] = [(points, points) for points in measured]
     for name in dict.fromkeys(name for r in records for name in r.get("domains", ())):
         parts = [
             [r.get("domains", {}).get(name, {}) | {over: r.get(over)} for r in run.trained] for run in runs

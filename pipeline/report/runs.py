@@ -31,6 +31,7 @@ from ..control.run_dir import (
 from ..monitor.validation import FEWEST, Change, compute_change, read_documents
 
 KILLED = "ended without a record"  # the process was killed or the machine failed
+KL = "validation_kl_from_base"
 Record = dict[str, Any]
 
 
@@ -166,6 +167,7 @@ class Gain(NamedTuple):
     end: float | None
     change: Change | None
     against_first: Change | None  # compared with the first run's last measurement of the same documents
+    kl_from_base: float | None = None  # nats per token, if it was measured
 
     def as_json(self) -> Record:
         """Return the numbers for JSON."""
@@ -187,15 +189,19 @@ def compute_gains(runs: Sequence[RecordedRun]) -> list[Gain]:
             if last["step"] > 0:
                 changes = [compute_change(d, after) if d and after else None for d in (before, reference)]
                 values = (r.get("validation_nll") for r in (start, last))
-                gains.append(Gain(run, name, last["step"], *values, *changes))
+                gain = Gain(run, name, last["step"], *values, *changes)
+                gains.append(gain._replace(kl_from_base=number(last.get(KL))))
             reference = after if run is runs[0] else reference
     return gains
 
 
-def regressions(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[tuple[bool, str]]:
+def regressions(
+    runs: Sequence[RecordedRun], names: Sequence[str], max_kl: float | None = None
+) -> list[tuple[bool, str]]:
     """Return for each run and named set whether its NLL has certainly risen, and a line that reports it.
 
-    Raises UserError for an unknown set, or one that has no interval yet.
+    With `max_kl`, a larger KL from the base is a regression, too. Raises UserError for an unknown set, or one
+    that has no interval or KL yet.
     """
     measured = {(gain.run.path, gain.set): gain for gain in compute_gains(runs)}
     verdicts = []
@@ -217,4 +223,18 @@ def regressions(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[tuple
             verdict = "regression" if lost else "no regression"
             amount = f"{gain.change} nats per token since step 0, at step {gain.step:,}"
             verdicts.append((lost, f"{run.name}: {verdict} on {name}: {amount}"))
+            if max_kl is not None:
+                verdicts.append(_judge_kl(gain, max_kl))
     return verdicts
+
+
+def _judge_kl(gain: Gain, limit: float) -> tuple[bool, str]:
+    """Return whether the KL from the base is above a limit, and a line that reports it."""
+    kl = gain.kl_from_base
+    if kl is None:
+        problem = f"{gain.run.path} did not measure the KL from the base at step {gain.step:,}"
+        cure = "Set train.kl_from_base in a new output_dir."
+        raise UserError(f"no verdict on {gain.set}: {problem}. {cure}", code="no-verdict")
+    verdict = "above" if kl > limit else "within"
+    amount = f"KL from the base {kl:.4f} nats per token, {verdict} the limit of {limit:g}"
+    return kl > limit, f"{gain.run.name}: {amount}, on {gain.set} at step {gain.step:,}"

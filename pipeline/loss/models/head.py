@@ -22,6 +22,7 @@ from emo.common.labels import IGNORE
 from emo.common.logits import read_logit_scaling
 
 from ..cost import CostEmbedding, Labels, LiveCost, label_count
+from ..from_base import kl_from_base, most_likely
 from ..fused import LossSums, Spec, apply_fused, make_spec
 from ..objectives import Objective
 from ..teacher import Teacher, TeacherBatch, TeacherModel, TopK
@@ -33,6 +34,12 @@ TEACHER_LOG_P = "teacher_log_p"
 # of the student's tokens in these rows, int64 [b, L].
 DEMONSTRATION = "demonstration_"
 TEACHER_POSITIONS = "teacher_positions"
+# Keys of a model's inputs for the divergence from the model before training, live or of a TopK with a row for
+# every supervised token, and for its k most likely tokens.
+FROM_BASE = "from_base"
+BASE_IDS = "base_ids"
+BASE_LOG_P = "base_log_p"
+TOP_K = "top_k"
 VARLEN = "varlen"  # the attention of varlen.py
 DOMAIN = "domain"  # key of a micro-batch for the domain of each row, int64 [b]
 # Keys of transformers for the results of `segments`.
@@ -142,6 +149,7 @@ class FusedHead(nn.Linear):
         teacher: TeacherBatch | None = None,
         stored: Tensor | None = None,
         as_teacher: bool = False,
+        base: TeacherBatch | None = None,
     ) -> Tensor | LossSums | Teacher:
         """Return the logits [..., V] of hidden states, or their LossSums against labels.
 
@@ -151,14 +159,24 @@ class FusedHead(nn.Linear):
             teacher: for divergences. A Teacher without a weight uses this head.
             stored: [...], a log-probability of every label.
             as_teacher: return `hidden` and the gathered head as a Teacher instead.
+            base: the model before training. The losses by token then include the divergence from it.
         """
         if as_teacher:
             return self._as_teacher(hidden)
         if labels is None:
             return super().forward(hidden)
-        if isinstance(teacher, Teacher) and teacher.weight is None:
-            teacher = self._as_teacher(teacher.hidden)._replace(temperature=teacher.temperature)
-        return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
+        teacher, base = map(self._with_head, (teacher, base))
+        sums = apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
+        if base is None:
+            return sums
+        kl = kl_from_base(self._as_teacher(hidden), base, labels, self.spec)
+        return sums._replace(by_token=torch.cat((sums.by_token, kl[None])))
+
+    def _with_head(self, side: TeacherBatch | None) -> TeacherBatch | None:
+        """Return a teacher's side of a batch, with this head if it has none."""
+        if isinstance(side, Teacher) and side.weight is None:
+            return self._as_teacher(side.hidden)._replace(temperature=side.temperature)
+        return side
 
     def _as_teacher(self, hidden: Tensor) -> Teacher:
         """Return hidden states and this head, whose weights stay alive with the result."""
@@ -220,9 +238,13 @@ class FusedCausalLM:
     body_arguments: frozenset[str] | None  # names that the body accepts; None: any
     body_takes_positions: bool
     teacher: TeacherModel | None = None  # a live teacher, for divergences
+    base_teacher: TeacherModel | None = None  # the model before training, if it is in memory
 
     def forward(self, *args: Any, **kwargs: Any) -> LossSums | Any:
-        """Return the LossSums against shifted `labels` [b, L], or without labels the ordinary result."""
+        """Return the LossSums against shifted `labels` [b, L], or without labels the ordinary result.
+
+        With `top_k` return the k most likely tokens at every supervised position instead (`most_likely`).
+        """
         inputs = self.bind_arguments(args, kwargs)
         labels = inputs.pop("labels", None)
         stored = inputs.pop("stored", None)
@@ -230,6 +252,11 @@ class FusedCausalLM:
             if "position_ids" not in self.argument_names:
                 inputs.pop("position_ids", None)
             return super().forward(**inputs)  # type: ignore[misc]
+        if (k := inputs.pop(TOP_K, None)) is not None:
+            inputs = {key: value for key, value in inputs.items() if key not in (TEACHER_IDS, TEACHER_LOG_P)}
+            head: Any = self.get_output_embeddings()  # type: ignore[attr-defined]
+            model = head(self.compute_hidden(label_count(labels), inputs), as_teacher=True)
+            return most_likely(model, labels, k, head.spec)
         return self.fused_sums(labels, inputs, stored)
 
     def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -250,6 +277,9 @@ class FusedCausalLM:
         log_p = inputs.pop(TEACHER_LOG_P, None)
         positions = inputs.pop(TEACHER_POSITIONS, None)
         seen = {key: inputs.pop(key) for key in list(inputs) if key.startswith(DEMONSTRATION)}
+        base_ids = inputs.pop(BASE_IDS, None)
+        base_log_p = inputs.pop(BASE_LOG_P, None)
+        from_base = inputs.pop(FROM_BASE, False)
         hidden = self.compute_hidden(label_count(labels), inputs)
         head: Any = self.get_output_embeddings()  # type: ignore[attr-defined]
         teacher: TeacherBatch | None = None
@@ -262,7 +292,11 @@ class FusedCausalLM:
                 teacher = teacher._replace(hidden=teacher.hidden.flatten(0, -2)[positions])
         elif head.spec.terms.objective.divergences and ids is not None:
             teacher = TopK(ids, log_p)
-        return head(hidden, labels, teacher, stored)
+        base: TeacherBatch | None = None if base_ids is None else TopK(base_ids, base_log_p)
+        if from_base and self.base_teacher is not None:
+            same = self.base_teacher is self.teacher and teacher is not None
+            base = teacher if same else self.base_teacher.run_batch(label_count(labels), inputs)
+        return head(hidden, labels, teacher, stored, base=base)
 
     def compute_hidden(self, tokens: int, inputs: dict[str, Any]) -> Tensor:
         """Return the hidden states [..., L, H] before the head, for inputs of `tokens` tokens."""

@@ -236,10 +236,15 @@ def test_a_checkpoint_is_not_pruned_while_it_is_copied(tmp_path: Path, target: s
 
 
 def test_records_are_copied_without_an_unfinished_line(tmp_path: Path, target: str) -> None:
+    """Predictions of the base model are large and do not change, so they are copied once."""
+    base = "validation/home/base-000000-000001.npy"
     files = {CONFIG: "a: 1", "metrics.jsonl": '{"step": 1}\n{"st', "validation/home/step-000001.npz": "x"}
+    files[base] = "first"
     for name, text in files.items():
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text(text)
+    copies.copy_records(tmp_path / "run", open_store(target))
+    (tmp_path / "run" / base).write_text("other")
     copies.copy_records(tmp_path / "run", open_store(target))
     RunCopy(target).fetch_records(tmp_path / "new")
     fetched = {name: (tmp_path / "new" / name).read_text() for name in files}

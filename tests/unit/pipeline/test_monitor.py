@@ -98,7 +98,7 @@ def test_the_glossary_explains_every_key(tmp_path: Path, monkeypatch: pytest.Mon
     metrics = reporter(tmp_path, facts=facts, logging_steps=1)
     weights = tuple(histogram(torch.tensor([1.0, 8.0]), 8.0).tolist())
     totals = by_domain((4, 2.0, 3.0), (6, 3.0, 4.0))._replace(
-        weights=weights, divergence=0.1, seconds=(1.0, 2.0), grad_norm=1.0
+        weights=weights, divergence=0.1, kl_from_base=0.1, seconds=(1.0, 2.0), grad_norm=1.0
     )
     metrics.after_step(RunState(10, step=1, tokens=10, lr=1e-3), WRITTEN, totals)
     for step in (0, 1):

@@ -160,13 +160,14 @@ def make_run(directory: Path, steps: int = 40, **facts: Any) -> Path:
 
 
 def write_validation(
-    run: Path, name: str, steps: dict[int, float], seed: int = 0, tokens: np.ndarray = TOKENS
+    run: Path, name: str, steps: dict[int, float], seed: int = 0, tokens: np.ndarray = TOKENS, **others: float
 ) -> None:
     """Write measurements of a set: its mean NLL at each step, with documents that differ slightly."""
     for step, nll in steps.items():
         noise = np.random.default_rng([seed, step]).normal(0, 0.01, len(tokens))
         write_documents(run, name, step, Documents("set", tokens * (nll + noise - noise.mean()), tokens))
         record = {"step": step, "tokens": 1000 * step, "set": name, "validation_nll": nll}
+        record |= others
         append(run / run_dir.METRICS, record)
 
 
@@ -287,6 +288,25 @@ def test_a_loss_before_training_is_not_the_last_loss(tmp_path: Path) -> None:
     with refused("no-verdict") as error:
         regressions(read_runs([run]), ["news"])
     assert "train.eval_steps" in str(error.value)
+
+
+def test_the_kl_from_the_base_is_listed_and_can_be_limited(tmp_path: Path) -> None:
+    """A set can keep its loss while its predictions change."""
+    run = make_run(tmp_path / "run")
+    write_validation(run, "news", {0: 3.0, 40: 2.5})
+    write_validation(run, "stories", {0: 1.0, 40: 1.0}, validation_kl_from_base=0.25)
+    text, page = render(run)
+    rows = page.table("Held-out set", "Verdict")
+    assert {row["Held-out set"]: row["KL from base"] for row in rows} == {"news": DASH, "stories": "0.2500"}
+    assert "KL from the base model, nats per token on stories" in text
+
+    def report(*options: str) -> int:
+        return cli.main(["report", str(run), *options])
+
+    gate = ("--fail_on_regression", "stories", "--max_kl")
+    assert report(*gate, "0.25") == ExitCode.DONE and report(*gate, "0.2") == ExitCode.REGRESSION
+    assert report("--max_kl", "0.2") == report(*gate, "-1") == ExitCode.MISTAKE
+    assert report("--fail_on_regression", "news", "--max_kl", "1") == ExitCode.MISTAKE, "it has no KL"
 
 
 def test_a_set_that_got_worse_is_a_regression(runs: tuple[Path, Path], tmp_path: Path) -> None:
