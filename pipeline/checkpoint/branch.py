@@ -5,6 +5,7 @@ The checkpoint is copied into the run directory. The other run, the trunk, may c
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from .saver import Saved, fetch
 # Keys in which a branch may differ from its trunk, besides those that are always free.
 BRANCH_KEYS = {f"train.{key}" for key in ScheduleConfig.model_fields if key != "learning_rate"}
 BRANCH_KEYS |= {"train.max_steps", "train.num_train_epochs"}
+
+# Records of the validation before the first step, with which later ones are compared.
+FIRST_VALIDATION = re.compile(r"/(step-0+\.npz|base-\d+-\d+\.npy)$")
 
 
 def _open_trunk(config: RunConfig) -> tuple[RunCopy, str]:
@@ -61,6 +65,9 @@ def check_branch(config: RunConfig, identity: Identity, rows: int) -> None:
     compare_keys(trunk.target, recorded, step, config, BRANCH_KEYS)
     check_unchanged(trunk.target, recorded.get(IDENTITY), identity)
     _check_steps(config.train, TrainConfig.model_validate(recorded["train"]), step, rows)
+    for record in trunk.list_validation():
+        if FIRST_VALIDATION.search(record):
+            trunk.fetch_record(record, config.output_dir)
     write_text(config.output_dir / TRUNK, content.decode("utf-8"))
 
 

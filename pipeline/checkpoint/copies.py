@@ -264,10 +264,13 @@ class RunCopy:
 
     def fetch_records(self, run_dir: Path) -> None:
         """Write the records of the run to `run_dir`, its configuration last."""
-        with self._explain_errors():
-            validation = [n for n in self._store.list_files(VALIDATION) if ".." not in n.split("/")]
-        for name in (*RECORDS, *validation, CONFIG):
+        for name in (*RECORDS, *self.list_validation(), CONFIG):
             self.fetch_record(name, run_dir)
+
+    def list_validation(self) -> list[str]:
+        """Return the names of the records on validation sets."""
+        with self._explain_errors():
+            return [n for n in self._store.list_files(VALIDATION) if ".." not in n.split("/")]
 
     def read_record(self, name: str) -> bytes | None:
         """Return the content of a record, or None if there is none."""

@@ -6,14 +6,20 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from emo.pipeline.control.run_dir import read_metrics
 from tests.helpers.launching import losses, run_alone, run_ranks, tiny_recipe
 
-WSD = ("train.lr_scheduler_type=warmup_stable_decay", "train.warmup_steps=2")
+WSD = ("train.lr_scheduler_type=warmup_stable_decay", "train.warmup_steps=2", "train.kl_from_base=8")
 
 
 def train(recipe: Path, run_dir: Path, *settings: str) -> None:
     done = run_ranks("launch/continual.sh", str(recipe), f"output_dir={run_dir}", *WSD, *settings)
     assert not done.returncode, done.stdout
+
+
+def validations(run_dir: Path) -> list[tuple[float, float]]:
+    records = [record for record in read_metrics(run_dir) if "set" in record]
+    return [(record["validation_kl_from_base"], record.get("validation_change", 0.0)) for record in records]
 
 
 def test_two_decays_from_one_trunk_equal_two_complete_runs(tmp_path: Path) -> None:
@@ -26,6 +32,7 @@ def test_two_decays_from_one_trunk_equal_two_complete_runs(tmp_path: Path) -> No
         branch = tmp_path / f"branch-{end}"
         train(recipe, branch, f"train.max_steps={end}", f"train.decay_from={trunk}/step-{step}")
         assert losses(branch) == losses(complete)[step:]
+        assert validations(branch) == validations(complete)[1:]
         weights, expected = (load_file(run / "export/model.safetensors") for run in (branch, complete))
         assert all(weights[name].equal(tensor) for name, tensor in expected.items())
 
