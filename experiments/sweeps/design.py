@@ -26,8 +26,8 @@ tried with the first label of `repeat`, for each combination of the other axes. 
 with the other labels of `repeat`. A trial ends with the measure that decides the choice, so that later
 measures, on test data, are made for chosen runs only.
 
-Each run also reports `validation_nll` and `validation_change` (since step 0), in nats per token. For a named
-validation set the metrics are `validation_nll:NAME` and `validation_change:NAME`.
+Each run also reports `validation_nll`, `validation_change` (since step 0) and `validation_kl_from_base` (with
+train.kl_from_base), in nats per token. For a named validation set the metrics end in `:NAME`.
 
 In a file with `extends`, a command, label, measure or question set to null is removed.
 
@@ -63,6 +63,7 @@ RESULTS = "results.json"  # results of a sweep or study in its `out`
 # Metrics of every run.
 VALIDATION = "validation_nll"
 CHANGE = "validation_change"
+OF_RUNS = (VALIDATION, CHANGE, "validation_kl_from_base")  # keys of a run's validation records
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
 VARIABLE = re.compile(r"\{([\w.-]+)\}")
 RESERVED = ("run", "dir", "export", "out", "baseline", "baseline_run")  # variables of measures
@@ -206,7 +207,7 @@ class Experiment(Section):
             texts = (json.dumps(overrides, sort_keys=True, default=str) for overrides in options.values())
             if twice := find_duplicates(texts):
                 raise ValueError(f"axes.{axis}: two labels have the overrides {twice[0]}; remove one of them")
-        metrics = [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
+        metrics = [*OF_RUNS, *(name for m in self.measures.values() for name in m.read)]
         if twice := find_duplicates([*self.measures, *STAGES]) + find_duplicates(metrics):
             raise ValueError(f"measures: {twice[0]} is measured twice; rename it")
         for name in (*self.before, *self.measures, *(label for axis in self.axes.values() for label in axis)):
@@ -231,8 +232,8 @@ class Experiment(Section):
 
 
 def validation_metrics(dataset: str) -> list[str]:
-    """Return the names of VALIDATION and CHANGE for a validation set."""
-    return [f"{metric}:{dataset}".removesuffix(f":{UNNAMED}") for metric in (VALIDATION, CHANGE)]
+    """Return the names of OF_RUNS for a validation set."""
+    return [f"{metric}:{dataset}".removesuffix(f":{UNNAMED}") for metric in OF_RUNS]
 
 
 class RunSpec(NamedTuple):

@@ -27,7 +27,7 @@ from emo.pipeline.control.run_dir import EXPORT, read_metrics
 
 from .code import code_digest
 from .design import (
-    CHANGE,
+    OF_RUNS,
     PREPARE,
     TRAIN,
     VALIDATION,
@@ -195,7 +195,7 @@ class Sweep:
         values = {}
         last = {record["set"]: record for record in read_metrics(self.directory(run)) if "set" in record}
         for dataset, record in last.items():
-            for metric, key in zip(validation_metrics(dataset), (VALIDATION, CHANGE), strict=True):
+            for metric, key in zip(validation_metrics(dataset), OF_RUNS, strict=True):
                 if record.get(key) is not None:
                     values[metric] = float(record[key])
         for name, measure in self.experiment.measures.items():
