@@ -102,7 +102,7 @@ class Export:
         return failed
 
 
-def parse_exports(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
+def parse_exports(texts: Sequence[str], run_dir: Path, data: str | None, tasks: str) -> list[Export]:
     """Return the exports of --export FORMAT=DIR, or `wandb`."""
     exports = []
     for text in texts:

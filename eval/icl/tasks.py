@@ -8,12 +8,13 @@ them differently.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,6 +23,9 @@ from emo.common.errors import UserError, nearest
 from emo.common.provenance import shipped
 
 from ..results.directory import MODEL, SAMPLES
+
+if TYPE_CHECKING:
+    from .job import Job
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
@@ -212,6 +216,24 @@ class Task:
             "inputs": [[name, c.column, list(c.replace.items())] for name, c in self.columns.items()],
             "group": self.spec.group,
         }
+
+
+class ForeignTask(ABC):
+    """A task that another program defines and scores. name: of its results."""
+
+    name: str
+
+    @abstractmethod
+    def fingerprint(self) -> Any:
+        """Return a JSON value that changes with the task, without loading anything."""
+
+    @abstractmethod
+    def load(self) -> Any:
+        """Return the task as its program needs it. Raises UserError if the task or its data is at fault."""
+
+    @abstractmethod
+    def evaluate(self, job: Job) -> dict[str, Any]:
+        """Return the result of the job's model, computed unless it is known, and write its view."""
 
 
 def known_tasks() -> list[str]:
