@@ -20,8 +20,8 @@ from . import chat
 from .export import commands as exporting
 from .generation import commands as generation
 from .generation.commands import OUT, Add
-from .icl.settings import INFERENCERS, Settings
 from .harness.tasks import PREFIX, select_all
+from .icl.settings import INFERENCERS, Settings
 from .icl.tasks import DIRECTORY, ForeignTask, Task, select_tasks
 from .judging import commands as judging
 from .models.base import BUDGET
@@ -124,7 +124,9 @@ def _add_report(commands: Any) -> None:
 def _add_evaluation_arguments(add: Add) -> None:
     about = f"comma-separated names or task files (all), and {PREFIX}NAME; `emo tasks` lists the names"
     add("--tasks", default="all", metavar="TASK[,TASK]", help=about)
-    about = f"directory with TASK/SPLIT.jsonl[.zst] files, or hub to download the data. {PREFIX}NAME needs none"
+    about = (
+        f"directory with TASK/SPLIT.jsonl[.zst] files, or hub to download the data. {PREFIX}NAME needs none"
+    )
     add("--data", metavar="DIR", help=about)
     add("--prompts", default="paper", help="version of the prompts: paper (default) or released")
     generation.add_dtype(add)
@@ -174,8 +176,8 @@ def _list_tasks(_: argparse.Namespace) -> int:
         "\n`--data hub` downloads these data sets. `--data DIR` reads DIR/NAME/SPLIT.jsonl."
         f"\n--tasks also accepts task files, for example {DIRECTORY / 'sst2.yaml'}."
         "\nTo add a task, see docs/how-to/add-a-task.md."
-        f"\n{PREFIX}NAME runs a task of lm-evaluation-harness, for example {PREFIX}hellaswag. It needs the package "
-        "lm-eval. `lm_eval ls tasks` lists the names."
+        f"\n{PREFIX}NAME runs a task of lm-evaluation-harness, for example {PREFIX}hellaswag. It needs the "
+        "package lm-eval. `lm_eval ls tasks` lists the names."
     )
     return ExitCode.DONE
 

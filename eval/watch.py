@@ -169,8 +169,8 @@ class Watch:
     """A watcher of one run."""
 
     def __init__(
-        self, run_dir: Path, tasks: Sequence[Task | ForeignTask], settings: Settings, out: Path, dtype: str, say: Say,
-        exports: Sequence[Export] = (),
+        self, run_dir: Path, tasks: Sequence[Task | ForeignTask], settings: Settings, out: Path, dtype: str,
+        say: Say, exports: Sequence[Export] = (),
     ) -> None:  # fmt: skip
         self.run_dir = run_dir
         self.tasks = tasks

@@ -1,7 +1,8 @@
 """lm-eval's model interface over our models and our store.
 
-The requests of a task are answered in chunks, which are stored like rows of our own tasks: a killed job resumes,
-and several processes share the work. The answers come from lm-eval's HFLM with our loaded model.
+The requests of a task are answered in chunks, which are stored like rows of our own tasks. A killed job
+therefore resumes, and several processes share the work. The answers come from lm-eval's HFLM with our loaded
+model.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Scorer(HFLM):
         context = max_tokens or model.context
         if model.context is not None and max_tokens is not None and max_tokens > model.context:
             raise UserError(
-                f"--max_tokens {max_tokens} exceeds the model's context of {model.context} tokens", code="context"
+                f"--max_tokens {max_tokens} exceeds the model's context of {model.context} tokens",
+                code="context",
             )
         size = batch_size or max(1, BUDGET // (context or BUDGET))
         super().__init__(
@@ -142,12 +144,11 @@ class Scorer(HFLM):
             total = value[0] if isinstance(value, tuple) else value
             if math.isnan(total) or total > 0 or total == -math.inf:
                 raise UserError(
-                    f"{self.source}: a score is not finite: {total:g}. Nothing is published. Try --dtype float32.",
+                    f"{self.source}: a score is not finite: {total:g}. Nothing is published. "
+                    "Try --dtype float32.",
                     code="not-finite",
                 )
-        return [
-            {"answer": answer, **fate._asdict()} for answer, fate in zip(answers, fates, strict=True)
-        ]
+        return [{"answer": answer, **fate._asdict()} for answer, fate in zip(answers, fates, strict=True)]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> list[tuple[float, bool]]:
         lengths = [len(context or ()) + len(tail) for _, context, tail in requests]

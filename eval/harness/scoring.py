@@ -27,10 +27,10 @@ from ..models.model import EvaluatedModel
 from ..results import stats, store
 from ..results.directory import Record
 from .adapter import Fate, StoredAnswers
-from .tasks import HarnessTask
 
 VERSION = 1  # of the records and results made here
 BY = "lm-eval"  # that chooses the demonstrations
+PREFERRED = ("acc_norm", "acc", "exact_match")  # metrics that rows decide as right or wrong
 # Aggregations whose value follows from one number, or number and weight, per row -> scale of `stats.measure`.
 SCALES = {
     metrics.mean: "mean",
@@ -50,27 +50,41 @@ class Run(NamedTuple):
     answers: StoredAnswers
 
 
-def evaluate(task: HarnessTask, job: Job) -> dict[str, Any]:
-    """Return the result of the job's model on a task or group, and write its view."""
+def seed() -> None:
+    """Seed all generators as lm_eval.simple_evaluate does."""
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002 - lm-eval's tasks use this generator
+    torch.manual_seed(DEFAULT_OTHER_SEED)
+
+
+def evaluate(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[str, Any]:
+    """Return the result of the job's model on a task or group, and write its view.
+
+    Args:
+        name: Of the results.
+        title: Of the task in reports.
+        loaded: lm-eval's tasks and groups.
+        job: The model and its settings.
+    """
     if not isinstance(job.model, EvaluatedModel):
         raise UserError(
-            f"{job.model.name} is not a Hugging Face model, so lm-eval's tasks are not available", code="model"
+            f"{job.model.name} is not a Hugging Face model, so lm-eval's tasks are not available",
+            code="model",
         )
-    loaded = task.load()
-    answers = StoredAnswers(job, task.name)
+    answers = StoredAnswers(job, name)
     try:
-        run = _run(task, loaded, answers)
-        deciding = _deciding_metric(task, run)
+        run = _run(loaded, answers)
+        deciding = _deciding_metric(run)
         records = _records(run, deciding)
-        result = _summarise(task, job, run, deciding, records)
+        result = {"task": name, "title": title} | _summarise(job, run, deciding, records)
     # Tasks are code and templates of others.
     except (ValueError, AssertionError, LookupError, TypeError, ImportError, NotImplementedError) as error:
         if isinstance(error, UserError):
             raise
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
-        raise UserError(f"lm-eval cannot evaluate {task.spec}: {reason}", code="lm-eval") from error
+        raise UserError(f"lm-eval cannot evaluate {title}: {reason}", code="lm-eval") from error
     identity = {
-        "task": task.name,
+        "task": name,
         "weights": job.model.digest,
         "version": VERSION,
         "answers": answers.contents,
@@ -81,26 +95,21 @@ def evaluate(task: HarnessTask, job: Job) -> dict[str, Any]:
     if entry.result() is None or not entry.is_complete(len(records), CHUNK):
         store.complete(entry, len(records), CHUNK, lambda rows: [records[row] for row in rows])
         entry.finish(result)
-    job.write_view(task.name, entry.key, result, {"from_hub": False, "hub": None, "split": "test"})
+    job.write_view(name, entry.key, result, {"from_hub": False, "hub": None, "split": "test"})
     return result
 
 
-def _run(task: HarnessTask, loaded: dict[str, Any], answers: StoredAnswers) -> Run:
+def _run(loaded: dict[str, Any], answers: StoredAnswers) -> Run:
     """Run lm_eval.evaluate as lm_eval.simple_evaluate does, which would return nothing on some ranks."""
     settings = answers.job.settings
-    random.seed(DEFAULT_RANDOM_SEED)
-    np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002 - lm-eval's tasks use this generator
-    torch.manual_seed(DEFAULT_OTHER_SEED)
     for part in loaded["tasks"].values():
         shots = part.get_config("num_fewshot")
         if shots is None or (settings.shots is not None and shots != 0):  # 0 in a task's file is final
             part.set_config(key="num_fewshot", value=settings.shots or 0)
         part.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    with show_activity(f"{answers.job.model.name} {task.name}"), _no_bars():
-        results = lm_eval.evaluate(
-            answers, loaded, limit=settings.limit, bootstrap_iters=0, log_samples=True
-        )
-    group = next((g for g in loaded["groups"].values() if g.name == task.spec or task.path), None)
+    with show_activity(f"{answers.job.model.name} {answers.label}"), _no_bars():
+        results = lm_eval.evaluate(answers, loaded, limit=settings.limit, bootstrap_iters=0, log_samples=True)
+    group = next(iter(loaded["groups"].values()), None)  # the outer one is first
     name = group.name if group else next(iter(loaded["tasks"]))
     values = {
         key: value
@@ -117,12 +126,13 @@ def _no_bars() -> Iterator[None]:
         yield
 
 
-def _deciding_metric(task: HarnessTask, run: Run) -> str:
-    """Return the "metric,filter" that comparisons use: acc_norm, or else the first."""
+def _deciding_metric(run: Run) -> str:
+    """Return the "metric,filter" that comparisons use: the first of PREFERRED, or else of the task."""
     if not run.values:
         names = ", ".join(run.tasks)
-        raise UserError(f"lm-eval has no overall metric for {task.spec}. Name its tasks: {names}", code="lm-eval")
-    return next((key for key in run.values if key.startswith("acc_norm,")), next(iter(run.values)))
+        raise ValueError(f"it has no metric for all its tasks. Name them instead: {names}")
+    found = (key for name in PREFERRED for key in run.values if key.startswith(f"{name},"))
+    return next(found, next(iter(run.values)))
 
 
 def _records(run: Run, deciding: str) -> list[Record]:
@@ -176,9 +186,7 @@ def _unweighted(run: Run, deciding: str) -> bool:
     return any(config.metric == wanted and not config.weight_by_size for config in configs)
 
 
-def _summarise(
-    task: HarnessTask, job: Job, run: Run, deciding: str, records: list[Record]
-) -> dict[str, Any]:
+def _summarise(job: Job, run: Run, deciding: str, records: list[Record]) -> dict[str, Any]:
     """Return the result. It has the keys of our own tasks, or `measure` if rows are not right or wrong."""
     shots = sorted({int(part.get_config("num_fewshot") or 0) for part in run.tasks.values()})
     versions = sorted({str(part.VERSION) for part in run.tasks.values()})
@@ -192,8 +200,6 @@ def _summarise(
         "scorer": f"lm-eval {metadata.version('lm_eval')}, {VERSION}",
     }
     result = {
-        "task": task.name,
-        "title": task.title,
         "version": ", ".join(versions),
         "retriever": BY,
         "shots": shots[-1],
@@ -205,13 +211,17 @@ def _summarise(
         "rows_shortened": sum(r["cut"] > 0 for r in records),
         "rows_cut": sum(r["cut"] > 0 for r in records),
     }
-    scale = _scale(run, deciding)
+    scale = _scale(run, deciding) if all(r["value"] is not None for r in records) else ""
     unweighted = _unweighted(run, deciding)
     if scale == "mean" and all("correct" in r for r in records):
         return result | _accuracy(run, records, unweighted)
     name = deciding.split(",")[0]
     better = next(iter(run.tasks.values())).higher_is_better().get(name)
-    measure = {"value": run.values[deciding], "scale": "" if unweighted else scale, "higher_is_better": better}
+    measure = {
+        "value": run.values[deciding],
+        "scale": "" if unweighted else scale,
+        "higher_is_better": better,
+    }
     return result | {"measure": measure | {"interval": _interval(records, measure["scale"])}}
 
 

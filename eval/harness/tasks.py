@@ -1,7 +1,7 @@
 """Names of lm-evaluation-harness's tasks. `lm_eval` is imported only for names with the prefix.
 
-    lm-eval:hellaswag        a task, group or tag of the installed lm-eval
-    lm-eval:path/mine.yaml   a task or group file, which may refer to others in its directory
+lm-eval:hellaswag        a task, group or tag of the installed lm-eval
+lm-eval:path/mine.yaml   a task or group file, which may refer to others in its directory
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import logging
 from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
 
 from ..icl.tasks import ForeignTask, Task, select_tasks
-
-if TYPE_CHECKING:
-    from ..icl.job import Job
 
 PREFIX = "lm-eval:"
 
@@ -43,16 +40,17 @@ class HarnessTask(ForeignTask):
         manager = _manager(self.path and self.path.parent)
         try:
             with show_activity(f"{self.name}: loading"):
-                return manager.load([self.spec])
+                return manager.load([self.spec if self.path is None else _name_in(manager, self.path)])
         except Exception as error:  # a task may load its data with any code
             reason = f"{type(error).__name__}: {one_line(error, 200)}"
             raise UserError(f"lm-eval cannot load {self.spec}: {reason}", code="lm-eval") from None
 
-    def evaluate(self, job: Job) -> dict[str, Any]:
-        """Return the result of the job's model, as ForeignTask.evaluate does."""
-        from .scoring import evaluate
+    def evaluate(self, job: Any) -> dict[str, Any]:
+        """Return the result of the model of a `Job`, as ForeignTask.evaluate does."""
+        from .scoring import evaluate, seed
 
-        return evaluate(self, job)
+        seed()  # also for the order of rows
+        return evaluate(self.name, self.title, self.load(), job)
 
 
 def select_all(names: str, version: str = "paper") -> Sequence[Task | ForeignTask]:
@@ -90,6 +88,14 @@ def _resolve(spec: str) -> list[str]:
         hint = f"Did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists the names."
         raise UserError(f"lm-eval has no task {spec!r}. {hint}", code="lm-eval")
     return [spec]
+
+
+def _name_in(manager: Any, path: Path) -> str:
+    """Return the name of the task or group in a file. lm-eval loads groups by their name only."""
+    files = {entry.yaml_path.resolve(): name for name, entry in manager.task_index.items() if entry.yaml_path}
+    if path.resolve() not in files:
+        raise ValueError("the file has neither `task` nor `group`")
+    return files[path.resolve()]
 
 
 @functools.cache

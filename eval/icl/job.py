@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
-from emo.common.text import counted
 from emo.common.io.lease import hold_if_free
+from emo.common.text import counted
 from emo.data_prep.selection.grams import folded
 
 from ..models.base import LanguageModel, NotFiniteError, Say

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,9 +23,6 @@ from emo.common.errors import UserError, nearest
 from emo.common.provenance import shipped
 
 from ..results.directory import MODEL, SAMPLES
-
-if TYPE_CHECKING:
-    from .job import Job
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
@@ -232,8 +229,8 @@ class ForeignTask(ABC):
         """Return the task as its program needs it. Raises UserError if the task or its data is at fault."""
 
     @abstractmethod
-    def evaluate(self, job: Job) -> dict[str, Any]:
-        """Return the result of the job's model, computed unless it is known, and write its view."""
+    def evaluate(self, job: Any) -> dict[str, Any]:
+        """Return the result of the model of a `Job`, computed unless it is known, and write its view."""
 
 
 def known_tasks() -> list[str]:

@@ -89,6 +89,11 @@ class Model:
         """The result of every task with a readable one."""
         return {task: view["result"] for task, view in self.views.items()}
 
+    @property
+    def measured(self) -> dict[str, dict[str, Any]]:
+        """The result of every task without accuracy."""
+        return {task: view["result"] for task, view in self.measures.items()}
+
     def read_records(self, task: str) -> list[Record]:
         """Return the records of a task in row order. Raises UserError if files of the store are damaged."""
         view = self.views.get(task) or self.measures[task]
@@ -100,7 +105,7 @@ class Model:
             records = self.read_records(task)
             self._records[task] = TaskRecords(
                 [(r["row"], r["id"], r["gold"], r["group"]) for r in records],
-                [is_right(r) for r in records],
+                [is_right(r) for r in records] if task in self.views else [],
                 [r.get("text") for r in records],
                 [Lost(r.get("dropped", 0), r.get("cut", 0)) for r in records],
             )
