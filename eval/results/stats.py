@@ -130,8 +130,8 @@ def measure(values: Sequence[float], weights: Sequence[float], scale: str) -> Es
     Args:
         values: Of each row [n]: the value, or a log-probability in nats.
         weights: Of each row [n], for example its number of words.
-        scale: `mean` (weighted mean of the values), `perplexity` (negative log-probability per unit of weight,
-            which is the logarithm of the perplexity) or `bits` (the same in bits).
+        scale: `mean` (weighted mean of the values), `perplexity` (negative log-probability per unit of
+            weight, which is the logarithm of the perplexity) or `bits` (the same in bits).
     """
     factor = {"mean": 1.0, "perplexity": -1.0, "bits": -1 / math.log(2)}[scale]
     return ratio([factor * value for value in values], weights, range(len(values)))
