@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CHUNKS = {"generate_until": 64}  # requests of a kind that a killed job loses at most
 CHUNK = 512  # of the other kinds
+USUAL = 2048  # tokens: prompts are rarely longer
 
 
 class Fate(NamedTuple):
@@ -121,7 +122,7 @@ class Scorer(HFLM):
                 f"--max_tokens {max_tokens} exceeds the model's context of {model.context} tokens",
                 code="context",
             )
-        size = batch_size or max(1, BUDGET // (context or BUDGET))
+        size = batch_size or max(1, BUDGET // min(context or USUAL, USUAL))
         super().__init__(
             pretrained=model.model, tokenizer=model.fresh_tokenizer(), batch_size=size, max_length=max_tokens
         )

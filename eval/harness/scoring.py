@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -31,6 +29,16 @@ from .adapter import Fate, StoredAnswers
 VERSION = 1  # of the records and results made here
 BY = "lm-eval"  # that chooses the demonstrations
 PREFERRED = ("acc_norm", "acc", "exact_match")  # metrics that rows decide as right or wrong
+# What the code and templates of tasks raise.
+FAULTS = (
+    ValueError,
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    TypeError,
+    ImportError,
+    NotImplementedError,
+)
 # Aggregations whose value follows from one number, or number and weight, per row -> scale of `stats.measure`.
 SCALES = {
     metrics.mean: "mean",
@@ -71,14 +79,15 @@ def evaluate(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[st
             f"{job.model.name} is not a Hugging Face model, so lm-eval's tasks are not available",
             code="model",
         )
+    if any(getattr(part, "UNSAFE_CODE", False) for part in loaded["tasks"].values()):
+        raise UserError(f"{title} runs code that the model writes, which is not supported", code="lm-eval")
     answers = StoredAnswers(job, name)
     try:
         run = _run(loaded, answers)
         deciding = _deciding_metric(run)
         records = _records(run, deciding)
         result = {"task": name, "title": title} | _summarise(job, run, deciding, records)
-    # Tasks are code and templates of others.
-    except (ValueError, AssertionError, LookupError, TypeError, ImportError, NotImplementedError) as error:
+    except FAULTS as error:
         if isinstance(error, UserError):
             raise
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
@@ -107,23 +116,17 @@ def _run(loaded: dict[str, Any], answers: StoredAnswers) -> Run:
         if shots is None or (settings.shots is not None and shots != 0):  # 0 in a task's file is final
             part.set_config(key="num_fewshot", value=settings.shots or 0)
         part.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    with show_activity(f"{answers.job.model.name} {answers.label}"), _no_bars():
+    no_bars = mock.patch("lm_eval.api.task.tqdm", lambda rows, **options: rows)  # while it makes prompts
+    with show_activity(f"{answers.job.model.name} {answers.label}"), no_bars:
         results = lm_eval.evaluate(answers, loaded, limit=settings.limit, bootstrap_iters=0, log_samples=True)
     group = next(iter(loaded["groups"].values()), None)  # the outer one is first
     name = group.name if group else next(iter(loaded["tasks"]))
     values = {
-        key: value
+        key: float(value)
         for key, value in results["results"][name].items()
-        if "," in key and not key.split(",")[0].endswith("_stderr")
+        if "," in key and "_stderr," not in key and not isinstance(value, str) and math.isfinite(value)
     }
     return Run(loaded["tasks"], group, results, values, answers)
-
-
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """Hide the progress bar of lm-eval's prompts."""
-    with mock.patch("lm_eval.api.task.tqdm", lambda rows, **options: rows):
-        yield
 
 
 def _deciding_metric(run: Run) -> str:
@@ -213,10 +216,9 @@ def _summarise(job: Job, run: Run, deciding: str, records: list[Record]) -> dict
     }
     scale = _scale(run, deciding) if all(r["value"] is not None for r in records) else ""
     unweighted = _unweighted(run, deciding)
-    if scale == "mean" and all("correct" in r for r in records):
+    better = next(iter(run.tasks.values())).higher_is_better().get(deciding.split(",")[0])
+    if scale == "mean" and better is not False and all("correct" in r for r in records):
         return result | _accuracy(run, records, unweighted)
-    name = deciding.split(",")[0]
-    better = next(iter(run.tasks.values())).higher_is_better().get(name)
     measure = {
         "value": run.values[deciding],
         "scale": "" if unweighted else scale,
@@ -233,7 +235,8 @@ def _interval(records: list[Record], scale: str) -> dict[str, float] | None:
     if (interval := estimate.interval()) is None:
         return None
     ends = asdict(interval)
-    return {end: math.exp(value) for end, value in ends.items()} if scale == "perplexity" else ends
+    # Up to the largest number that can be stored.
+    return {end: math.exp(min(x, 700.0)) for end, x in ends.items()} if scale == "perplexity" else ends
 
 
 def _accuracy(run: Run, records: list[Record], unweighted: bool) -> dict[str, Any]:

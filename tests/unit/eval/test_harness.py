@@ -35,6 +35,7 @@ TASKS = {
         "training_split": "train",
         "fewshot_split": "train",
     },
+    "few": {"include": "choice.yaml", "test_split": "few"},
     "last": {
         "output_type": "loglikelihood",
         "doc_to_text": "{{text}}",
@@ -62,11 +63,10 @@ TASKS = {
         "metric_list": [{"metric": "exact_match", "ignore_case": True}],
     },
 }  # fmt: skip
-MOODS = {
-    "group": "moods",
-    "task": ["choice", "shots"],
-    "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
-}
+GROUPS = {
+    "rows": (["choice", "shots"], True),
+    "halves": (["choice", "few"], False),
+}  # tasks, weighted by size
 
 
 def write_harness_tasks(directory: Path) -> Path:
@@ -80,14 +80,16 @@ def write_harness_tasks(directory: Path) -> Path:
         "So kind of you",
     ]
     rows = [{"text": f"{t} {n}", "label": n % 3, "word": "aeiou"[n % 5]} for n in range(3) for t in texts]
-    for split in ("train", "test"):
-        write_lines(directory / f"{split}.jsonl", rows if split == "test" else rows[::-1])
-    data = {split: str(directory / f"{split}.jsonl") for split in ("train", "test")}
+    splits = {"train": rows[::-1], "test": rows, "few": rows[3:7]}
+    data = {name: str(write_lines(directory / f"{name}.jsonl", part)) for name, part in splits.items()}
     common = {"dataset_path": "json", "dataset_kwargs": {"data_files": data}, "test_split": "test"}
     for name, task in TASKS.items():
         text = yaml.safe_dump({"task": name} | common | task)
         (directory / f"{name}.yaml").write_text(text, encoding="utf-8")
-    (directory / "moods.yaml").write_text(yaml.safe_dump(MOODS), encoding="utf-8")
+    for name, (parts, weighted) in GROUPS.items():
+        metrics = [{"metric": "acc", "weight_by_size": weighted}]
+        text = yaml.safe_dump({"group": name, "task": parts, "aggregate_metric_list": metrics})
+        (directory / f"{name}.yaml").write_text(text, encoding="utf-8")
     return directory
 
 
@@ -104,7 +106,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = write_harness_tasks(root / "tasks")
     for seed, name in enumerate("ab"):
         model = tiny_model(root / name, seed)
-        names = ",".join(f"lm-eval:{files / task}.yaml" for task in [*TASKS, "moods"])
+        names = ",".join(f"lm-eval:{files / task}.yaml" for task in [*TASKS, *GROUPS])
         done = command(*evaluation(model, names, root / "out"))
         assert done[0] == ExitCode.DONE, done
     return root
@@ -154,10 +156,12 @@ def test_numbers_equal_those_of_lm_eval(place: Path, task: str) -> None:
             assert ours[f"{metric},{sample['filter']}"] == pytest.approx(sample[metric], rel=1e-9)
 
 
-def test_group(place: Path) -> None:
-    results, _ = own_numbers(place, "moods")
-    result = model_of(place).results["lm-eval:moods"]
-    assert result["accuracy"] == pytest.approx(results["moods"]["acc,none"]) and result["n"] == 30
+@pytest.mark.parametrize("group", GROUPS)
+def test_group(place: Path, group: str) -> None:
+    results, _ = own_numbers(place, group)
+    result = model_of(place).results[f"lm-eval:{group}"]
+    assert result["accuracy"] == pytest.approx(results[group]["acc,none"])
+    assert bool(result["groups"]) != GROUPS[group][1]
 
 
 def test_a_perplexity_is_compared_by_rows(place: Path, measured: Path) -> None:
@@ -270,7 +274,11 @@ def test_mistakes(place: Path, tmp_path: Path) -> None:
         assert is_mistake("eval", "--model", place / "a", "--tasks", names, "--output_path", tmp_path), names
     known = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
     with mock.patch.object(tasks, "_manager", return_value=known):  # its own list takes long to read
-        assert [task.name for task in select_all("lm-eval:mood")] == ["lm-eval:choice", "lm-eval:shots"]
+        assert [task.name for task in select_all("lm-eval:mood")] == [
+            "lm-eval:choice",
+            "lm-eval:few",
+            "lm-eval:shots",
+        ]
         with pytest.raises(UserError, match="answer"):
             select_all("lm-eval:anwser")
     with (
