@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from . import chat
 from .export import commands as exporting
 from .generation import commands as generation
 from .generation.commands import OUT, Add
+from .harness.tasks import PREFIX, select_all
 from .icl.settings import INFERENCERS, Settings
-from .icl.tasks import DIRECTORY, select_tasks
+from .icl.tasks import DIRECTORY, ForeignTask, Task, select_tasks
 from .judging import commands as judging
 from .models.base import BUDGET
 from .models.model import EvaluatedModel, quiet_libraries
@@ -120,10 +122,12 @@ def _add_report(commands: Any) -> None:
 
 
 def _add_evaluation_arguments(add: Add) -> None:
-    about = "comma-separated names or task files (all); `emo tasks` lists the names"
+    about = f"comma-separated names or task files (all), and {PREFIX}NAME; `emo tasks` lists the names"
     add("--tasks", default="all", metavar="TASK[,TASK]", help=about)
-    about = "directory with TASK/SPLIT.jsonl[.zst] files, or hub to download the data"
-    add("--data", required=True, metavar="DIR", help=about)
+    about = (
+        f"directory with TASK/SPLIT.jsonl[.zst] files, or hub to download the data. {PREFIX}NAME needs none"
+    )
+    add("--data", metavar="DIR", help=about)
     add("--prompts", default="paper", help="version of the prompts: paper (default) or released")
     generation.add_dtype(add)
     retrievers = "random, bm25, topk, votek, dpp or mdl (OpenICL's)"
@@ -172,6 +176,8 @@ def _list_tasks(_: argparse.Namespace) -> int:
         "\n`--data hub` downloads these data sets. `--data DIR` reads DIR/NAME/SPLIT.jsonl."
         f"\n--tasks also accepts task files, for example {DIRECTORY / 'sst2.yaml'}."
         "\nTo add a task, see docs/how-to/add-a-task.md."
+        f"\n{PREFIX}NAME runs a task of lm-evaluation-harness, for example {PREFIX}hellaswag. It needs the "
+        "package lm-eval. `lm_eval ls tasks` lists the names."
     )
     return ExitCode.DONE
 
@@ -183,6 +189,14 @@ def _check_drop(args: argparse.Namespace) -> None:
         )
 
 
+def _tasks(args: argparse.Namespace) -> Sequence[Task | ForeignTask]:
+    tasks = select_all(args.tasks, args.prompts)
+    own = [task.name for task in tasks if isinstance(task, Task)]
+    if own and args.data is None:
+        raise UserError(f"--data is required for {', '.join(own)}", code="option-needs")
+    return tasks
+
+
 def _settings(args: argparse.Namespace) -> Settings:
     _check_drop(args)
     size = args.batch_size
@@ -190,8 +204,9 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise UserError(
             f"--batch_size {size} must be auto or a number of prompts above 0", code="option-value"
         )
-    same = ("data", "retriever", "encoder", "inferencer", "faithful", "limit", "score", "max_tokens")
+    same = ("retriever", "encoder", "inferencer", "faithful", "limit", "score", "max_tokens")
     return Settings(
+        data=args.data or "",
         **{name: getattr(args, name) for name in same},
         shots=args.num_fewshot,
         extra=tuple(name for name in args.extra_scores.split(",") if name),
@@ -200,19 +215,17 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _run(args: argparse.Namespace) -> int:
-    tasks = select_tasks(args.tasks, args.prompts)
+    tasks = _tasks(args)
     settings = _settings(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    from .icl.job import run_all
+    from .icl.job import mean_accuracy, run_all
     from .results.directory import find_model, read_models
 
     if args.fail_on_regression:
         find_model(read_models([args.output_path]), args.fail_on_regression)  # before the work
     say(f"{model.name}: {counted(len(tasks), 'task')}")
     results = run_all(model, tasks, settings, args.output_path, say)
-    mean = 100 * sum(r["accuracy"] for r in results) / len(results)
-    count = counted(len(results), "task")
-    say(f"{model.name}: mean accuracy {mean:.1f} on {count}; results in {args.output_path}")
+    say(f"{model.name}: {mean_accuracy(results)[1]}; results in {args.output_path}")
     if not args.fail_on_regression:
         return ExitCode.DONE
     from .report.compare import find_regression, gate  # a known result does not need them
@@ -225,7 +238,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    tasks = select_tasks(args.tasks, args.prompts)
+    tasks = _tasks(args)
     settings = _settings(args)
     if not args.poll > 0:
         raise UserError("--poll must be a positive number of seconds", code="option-value")

@@ -53,10 +53,10 @@ from emo.pipeline.control.run_dir import (
 from .export.commands import Export
 from .export.hub import CARD
 from .export.tracking import BusyError
-from .icl.job import run_all
+from .icl.job import mean_accuracy, run_all
 from .icl.settings import VERSION, Settings
 from .icl.task_data import load_data
-from .icl.tasks import Task
+from .icl.tasks import ForeignTask, Task
 from .models.encoder import encoder_path
 from .models.model import EvaluatedModel, clean_name
 from .report.compare import Verdict, checkpoint_levels, find_regression
@@ -169,8 +169,8 @@ class Watch:
     """A watcher of one run."""
 
     def __init__(
-        self, run_dir: Path, tasks: list[Task], settings: Settings, out: Path, dtype: str, say: Say,
-        exports: Sequence[Export] = (),
+        self, run_dir: Path, tasks: Sequence[Task | ForeignTask], settings: Settings, out: Path, dtype: str,
+        say: Say, exports: Sequence[Export] = (),
     ) -> None:  # fmt: skip
         self.run_dir = run_dir
         self.tasks = tasks
@@ -305,6 +305,9 @@ class Watch:
         _ = settings.pop("batch_size")
         tasks = []
         for task in self.tasks:
+            if isinstance(task, ForeignTask):
+                tasks.append([task.name, task.fingerprint()])
+                continue
             files = list[FileStat]()  # empty for data of the hub
             with contextlib.suppress(OSError):
                 files = _stat_files(sorted((Path(source) / task.name).glob("*.jsonl*")))
@@ -379,14 +382,17 @@ class Watch:
         model = EvaluatedModel(str(pinned), target.name, self.dtype)
         model.source = str(target.path)
         results = run_all(model, self.tasks, self.settings, self.out, self.say)
-        mean = sum(result["accuracy"] for result in results) / len(results)
+        mean, text = mean_accuracy(results)
         self._write_mark(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
         self.evaluated.append(target.name)
-        self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
+        self.say(f"{target.name}: {text}")
 
     def _require_inputs(self) -> None:
         """Raise UserError if data or retriever are at fault, so that no checkpoint is marked for them."""
         for task in self.tasks:
+            if isinstance(task, ForeignTask):
+                task.load()
+                continue
             load_data(task, self.settings.data, self.settings.limit, self.settings.shots)
         if self.settings.sentence_model is not None:
             encoder_path(self.settings.sentence_model)

@@ -102,7 +102,7 @@ class Export:
         return failed
 
 
-def parse_exports(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
+def parse_exports(texts: Sequence[str], run_dir: Path, data: str | None, tasks: str) -> list[Export]:
     """Return the exports of --export FORMAT=DIR, or `wandb`."""
     exports = []
     for text in texts:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, say: Say) -> int:
     announce("export")
     export = Export(args.format, args.output_path, args.data, args.tasks, watched=False)
     models = read_models(args.results)
-    finished = [model for model in models if model.results or model.unreadable]
+    finished = [model for model in models if model.results or model.measures or model.unreadable]
     models = [find_model(models, args.name)] if args.name else finished
     if not models or (export.format == HUB and len(models) > 1):
         names = ", ".join(model.name for model in models) or "none has finished results"

@@ -15,7 +15,7 @@ from typing import Any
 from emo.common.errors import UserError
 
 from ..results import store
-from ..results.directory import Model
+from ..results.directory import Model, is_right
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _read_task(model: Model, task: str) -> Figures:
     outcomes: dict[str, list[bool]] = {}
     for record in records:
         group = record["group"] if result["groups"] else ""
-        outcomes.setdefault(group, []).append(record["prediction"] == record["gold"])
+        outcomes.setdefault(group, []).append(is_right(record))
     groups = {group: _accuracy(correct) for group, correct in sorted(outcomes.items())}
     mean = sum(group.value for group in groups.values()) / len(groups)
     errors = [group.stderr for group in groups.values() if group.stderr is not None]

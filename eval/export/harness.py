@@ -62,8 +62,11 @@ def write_harness(model: Model, out: Path, data: str | None, tasks: str = "") ->
         data: Source of the rows. Without it no samples are written.
         tasks: Comma-separated files of tasks that are not built in.
     """
-    figures_of_tasks = read_figures(model)
+    foreign = {task: r for task, r in {**model.results, **model.measured}.items() if "metrics" in r}
+    figures_of_tasks = [f for f in read_figures(model) if f.task not in foreign] if model.results else []
     value = _results(model, figures_of_tasks)
+    for task, result in foreign.items():
+        _add_foreign(value, model, task, result)
     samples = [_samples(data, tasks, figures) for figures in figures_of_tasks] if data else []
     stamp = datetime.fromtimestamp(value["date"], UTC).replace(tzinfo=None).isoformat().replace(":", "-")
     directory = out / value["model_name_sanitized"]
@@ -122,7 +125,7 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
         del value["groups"]
     return value | {
         "config": _model_config(model, figures_of_tasks),
-        "date": max(figures.finished for figures in figures_of_tasks),
+        "date": max((figures.finished for figures in figures_of_tasks), default=0.0),
         "model_source": SOURCE,
         "model_name": model.name,
         "model_name_sanitized": re.sub(r'["<>:/|\\?*\[\]]+', "__", model.name),
@@ -130,6 +133,18 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
         "fewshot_as_multiturn": False,
         **dict.fromkeys(("chat_template", "chat_template_sha")),
     }
+
+
+def _add_foreign(value: dict[str, Any], model: Model, task: str, result: dict[str, Any]) -> None:
+    """Add the numbers that lm-eval computed itself, under its name of the task."""
+    name = result["title"]
+    value["results"][name] = {"name": name, "alias": name, "sample_len": result["n"], **result["metrics"]}
+    value["versions"][name] = result["version"]
+    value["n-shot"][name] = result["shots"]
+    value["configs"][name] = {"task": name, "num_fewshot": result["shots"]}
+    key = (model.views.get(task) or model.measures[task])["key"]
+    finished = (model.out / store.STORE / key / store.RESULT).stat().st_mtime
+    value["date"] = max(value["date"], finished)
 
 
 def _task_config(name: str, figures: Figures) -> dict[str, Any]:

@@ -148,6 +148,7 @@ def model_index(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any
                 ("accuracy", name, accuracy.value, facts),
                 ("f1", "macro F1 over the labels", result["macro_f1"], average),
             )
+            if value is not None
         ]
         # One task at a time, because results on the same data set would be merged.
         index += eval_results_to_model_index(model.name, results)[0]["results"]

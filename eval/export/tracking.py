@@ -102,7 +102,7 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
 
 def _point(model: Model) -> dict[str, Any]:
     """Return the values to log for a model."""
-    all_of_model = read_figures(model)
+    all_of_model = read_figures(model) if model.results or not model.measures else []
     if model.facts.get("tokens") is None:
         raise UserError(f"{model.name} does not record its number of training tokens", code="tracking")
     point: dict[str, Any] = {AXIS: model.facts["tokens"], "eval/step": model.facts.get("step")}
@@ -110,7 +110,10 @@ def _point(model: Model) -> dict[str, Any]:
         point[f"eval/{figures.task}/accuracy"] = figures.accuracy.value
         point[f"eval/{figures.task}/accuracy_stderr"] = figures.accuracy.stderr
         point[f"eval/{figures.task}/macro_f1"] = figures.result["macro_f1"]
-    point["eval/mean_accuracy"] = sum(figures.accuracy.value for figures in all_of_model) / len(all_of_model)
+    for task, result in {**model.results, **model.measured}.items():
+        point |= {f"eval/{task}/{metric}": number for metric, number in result.get("metrics", {}).items()}
+    if all_of_model:
+        point["eval/mean_accuracy"] = sum(f.accuracy.value for f in all_of_model) / len(all_of_model)
     return {name: value for name, value in point.items() if value is not None}
 
 

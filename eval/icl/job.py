@@ -8,7 +8,7 @@ something has to be computed, so a known result costs no import time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.io.lease import hold_if_free
+from emo.common.text import counted
 from emo.data_prep.selection.grams import folded
 
 from ..models.base import LanguageModel, NotFiniteError, Say
@@ -25,7 +26,7 @@ from ..results import store
 from ..results.directory import MODELS, Record, claim_name, only_answer
 from .settings import CANDIDATES, RETRIEVERS, SEED, VERSION, Settings
 from .task_data import TaskData, load_data
-from .tasks import GROUP, LABEL, ROW, Task
+from .tasks import GROUP, LABEL, ROW, ForeignTask, Task
 
 if TYPE_CHECKING:
     from .records import Recorder
@@ -74,8 +75,10 @@ class Job:
         with show_activity(f"{self.model.name}: loading"):
             return Recorder(self.model, self.settings, self.say)
 
-    def run(self, task: Task) -> dict[str, Any]:
+    def run(self, task: Task | ForeignTask) -> dict[str, Any]:
         """Return the result of a task. It is computed unless it is known."""
+        if isinstance(task, ForeignTask):
+            return task.evaluate(self)
         settings = self.settings
         data = load_data(task, settings.data, settings.limit, settings.shots)
         if "channel" in settings.extras:  # before any long computation
@@ -105,7 +108,10 @@ class Job:
             entry.finish(summarise_task(task, data, records, settings, conditions))
             result = entry.result()
             assert result is not None
-        self._write_view(task, entry.key, result)
+        # The origin of the test rows is not part of the key, but their content is.
+        hub = task.spec.hub and task.spec.hub.model_dump()
+        rows = {"from_hub": settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
+        self.write_view(task.name, entry.key, result, rows)
         return result
 
     def _conditions(self, task: Task, data: TaskData, retrieval: Retrieval) -> dict[str, dict[str, Any]]:
@@ -127,18 +133,16 @@ class Job:
         noted["pool"] = f"{len(data.rows['train'])} of {data.pool}"
         return {"compared": compared, "noted": noted}
 
-    def _write_view(self, task: Task, key: str, result: dict[str, Any]) -> None:
-        path = self.out / MODELS / self.model.name / f"{task.name}.json"
+    def write_view(self, task: str, key: str, result: dict[str, Any], rows: dict[str, Any]) -> None:
+        """Show a stored result in reports. rows: the origin of the test rows."""
+        path = self.out / MODELS / self.model.name / f"{task}.json"
         stored = store.read_json(path)
         weights = self.model.digest
         if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != key:
             self.say(
-                f"{self.model.name}  {task.spec.title}: the settings of this run replace those of an earlier "
+                f"{self.model.name}  {result['title']}: the settings of this run replace those of an earlier "
                 "result in reports. Set another --name to keep both."
             )
-        # The origin of the test rows is not part of the key, but their content is.
-        hub = task.spec.hub and task.spec.hub.model_dump()
-        rows = {"from_hub": self.settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
         store.replace(path, store.dump({"key": key, "weights": weights, "rows": rows, "result": result}))
 
     def _retrieve(self, task: Task, data: TaskData) -> Retrieval:
@@ -251,7 +255,7 @@ class Job:
 
 
 def run_all(
-    model: LanguageModel, tasks: list[Task], settings: Settings, out: Path, say: Say
+    model: LanguageModel, tasks: Sequence[Task | ForeignTask], settings: Settings, out: Path, say: Say
 ) -> list[dict[str, Any]]:
     """Return the results of all tasks. A partial run can already be reported.
 
@@ -271,21 +275,25 @@ def run_all(
         result = job.run(task)
         computed = job.computed > before
         duration = f"{time.perf_counter() - began:.1f} s" if computed else "already known"
-        say(f"{model.name}  {task.spec.title:<15} {_describe_accuracy(result)}  ({duration})")
+        say(f"{model.name}  {result['title']:<15} {_describe_result(result)}  ({duration})")
         if 2 * result["rows_shortened"] >= result["n"]:
-            limit = settings.max_tokens or (job.recorder.context if computed else None)
+            limit = settings.max_tokens or (model.context if computed else None)
             where = "the model's context" if limit is None else f"the context of {limit:,} tokens"
-            say(f"{model.name}  {task.spec.title}: {_describe_lost(result)} to {where}")
+            say(f"{model.name}  {result['title']}: {_describe_lost(result)} to {where}")
         results.append(result)
     return results
 
 
-def _describe_accuracy(result: dict[str, Any]) -> str:
-    low, high = (100 * result["interval"][end] for end in ("low", "high"))
+def _describe_result(result: dict[str, Any]) -> str:
     shortened = result["rows_shortened"]
-    answer = only_answer(result)
     note = f", {shortened} shortened" if shortened else ""
+    if answers := result.get("answers_cut"):
+        note += f", {answers} cut at the length limit"
+    if measure := result.get("measure"):
+        return f"{result['score']} {measure['value']:.4g}  n {result['n']}{note}"
+    answer = only_answer(result)
     note += f", answers {answer} only" if answer is not None else ""
+    low, high = (100 * result["interval"][end] for end in ("low", "high"))
     return (
         f"{100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  chance {100 * result['chance']:.1f}  "
         f"n {result['n']}{note}"
@@ -296,3 +304,12 @@ def _describe_lost(result: dict[str, Any]) -> str:
     kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
     kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
     return ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
+
+
+def mean_accuracy(results: Sequence[dict[str, Any]]) -> tuple[float | None, str]:
+    """Return the mean accuracy of the results that have one, and a description of the results."""
+    values = [result["accuracy"] for result in results if "accuracy" in result]
+    if not values:
+        return None, counted(len(results), "result")
+    mean = sum(values) / len(values)
+    return mean, f"mean accuracy {100 * mean:.1f} on {counted(len(values), 'task')}"

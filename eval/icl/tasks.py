@@ -8,6 +8,7 @@ them differently.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -212,6 +213,24 @@ class Task:
             "inputs": [[name, c.column, list(c.replace.items())] for name, c in self.columns.items()],
             "group": self.spec.group,
         }
+
+
+class ForeignTask(ABC):
+    """A task that another program defines and scores. name: of its results."""
+
+    name: str
+
+    @abstractmethod
+    def fingerprint(self) -> Any:
+        """Return a JSON value that changes with the task, without loading anything."""
+
+    @abstractmethod
+    def load(self) -> Any:
+        """Return the task as its program needs it. Raises UserError if the task or its data is at fault."""
+
+    @abstractmethod
+    def evaluate(self, job: Any) -> dict[str, Any]:
+        """Return the result of the model of a `Job`, computed unless it is known, and write its view."""
 
 
 def known_tasks() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ class Comparison:
     mean: dict[str, Any] | None  # stats.MeanDifference and direction, over `tasks`
     lost: dict[str, str]  # task -> how many prompts lost demonstrations or text to the context
     uneven: dict[str, str]  # the entries of `lost` in which rows lost more for one of the models
+    measures: dict[str, dict[str, Any]]  # task without accuracy -> difference, interval, p, p_holm, direction
 
     @property
     def warning(self) -> str:
@@ -57,49 +59,90 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
     refused: dict[str, str] = {}
     lost: dict[str, str] = {}
     uneven: dict[str, str] = {}
-    for task in (t for t in tasks if t in a.results and t in b.results):
+    estimates = {}
+    for task in tasks:
+        first, second = ({**m.results, **m.measured}.get(task) for m in (a, b))
+        if first is None or second is None:
+            continue
         try:
-            counts[task] = _count_pairs(a, b, task)
+            _require_same_rows(a, b, task, first, second)
+            if "measure" not in first:
+                counts[task] = _count_pairs(a, b, task)
+            elif first["measure"]["scale"] and first["measure"]["higher_is_better"] is not None:
+                estimates[task] = _difference_of_measures(a, b, task)
         except UserError as error:
             refused[task] = str(error)
             continue
         of_both = a.records(task).lost, b.records(task).lost
         if any(any(row) for rows in of_both for row in rows):
-            lost[task] = describe_lost(a.results[task]["title"], {a.name: of_both[0], b.name: of_both[1]})
+            lost[task] = describe_lost(first["title"], {a.name: of_both[0], b.name: of_both[1]})
         if of_both[0] != of_both[1]:
             uneven[task] = lost[task]
-    described = _describe_tasks(counts, alpha)
+    described, measures = _describe_tasks(counts, estimates, alpha)
     mean = None
     if counts:
         overall = stats.mean_difference(list(counts.values()))
         mean = asdict(overall) | {
             "direction": _direction(overall.difference, overall.interval, overall.p, alpha)
         }
-    return Comparison(b.name, a.name, described, refused, mean, lost, uneven)
+    return Comparison(b.name, a.name, described, refused, mean, lost, uneven, measures)
+
+
+def _require_same_rows(a: Model, b: Model, task: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Raise UserError if the models' results on a task cannot be compared."""
+    if reason := find_differences(first, second):
+        raise UserError(reason, code="not-comparable")
+    if ("measure" in first) != ("measure" in second) or a.records(task).rows != b.records(task).rows:
+        raise UserError("their records have different rows", code="not-comparable")
 
 
 def _count_pairs(a: Model, b: Model, task: str) -> Any:
-    """Return `stats.count_pairs` of a task. Raises UserError if the models cannot be compared on it."""
-    if reason := find_differences(a.results[task], b.results[task]):
-        raise UserError(reason, code="not-comparable")
+    """Return `stats.count_pairs` of a task."""
     first = a.records(task)
-    second = b.records(task)
-    if first.rows != second.rows:
-        raise UserError("their records have different rows", code="not-comparable")
     groups = [group for *_, group in first.rows] if a.results[task]["groups"] else None
-    return stats.count_pairs(first.correct, second.correct, groups)
+    return stats.count_pairs(first.correct, b.records(task).correct, groups)
 
 
-def _describe_tasks(counts: dict[str, Any], alpha: float) -> dict[str, dict[str, Any]]:
+def _difference_of_measures(a: Model, b: Model, task: str) -> tuple[stats.Estimate, bool]:
+    """Return b minus a, and whether a positive difference is better for b.
+
+    The difference of perplexities is that of their logarithms, in nats per word, byte or row.
+    """
+    about = a.measured[task]["measure"]
+    estimates = []
+    for model in (a, b):
+        records = model.read_records(task)
+        values, weights = ([r[name] for r in records] for name in ("value", "weight"))
+        estimates.append(stats.measure(values, weights, about["scale"]))
+    return estimates[1] - estimates[0], about["higher_is_better"]
+
+
+def _describe_tasks(
+    counts: dict[str, Any], estimates: dict[str, tuple[stats.Estimate, bool]], alpha: float
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the comparisons by task, of accuracies and of measures, with Holm's correction over both."""
     paired = {task: stats.compare_paired(count) for task, count in counts.items()}
-    adjusted = stats.holm([p.p_mcnemar for p in paired.values()])
+    p_values = [p.p_mcnemar for p in paired.values()]
+    adjusted = stats.holm(p_values + [estimate.p_value() for estimate, _ in estimates.values()])
+    measures = {}
+    for (task, (estimate, higher)), p_holm in zip(estimates.items(), adjusted[len(paired) :], strict=True):
+        value = estimate.value
+        interval = estimate.interval() or stats.Interval(-math.inf, math.inf)
+        direction = _direction(value, interval, p_holm, alpha) * (1 if higher else -1)
+        facts = {
+            "interval": asdict(interval),
+            "p": estimate.p_value(),
+            "p_holm": p_holm,
+            "direction": direction,
+        }
+        measures[task] = {"difference": value, **facts}
     described = {}
-    for (task, p), p_holm in zip(paired.items(), adjusted, strict=True):
+    for (task, p), p_holm in zip(paired.items(), adjusted, strict=False):
         direction = _direction(p.difference, p.interval, p_holm, alpha)
         if (p.only_b - p.only_a) * direction <= 0:  # rows and groups disagree
             direction = 0
         described[task] = asdict(p) | {"p_holm": p_holm, "direction": direction}
-    return described
+    return described, measures
 
 
 def describe_lost(title: str, lost: dict[str, list[Lost]]) -> str:
@@ -140,21 +183,20 @@ def sort_tasks(tasks: set[str]) -> list[str]:
     return [t for t in PAPER_ORDER if t in tasks] + sorted(tasks - set(PAPER_ORDER))
 
 
-def require_comparison(
-    a: Model, b: Model, only: Sequence[str] = (), alpha: float = ALPHA
-) -> tuple[Comparison, dict[str, Any]]:
-    """Return `compare_models` on all common tasks, or on those in `only`, and its mean.
+def require_comparison(a: Model, b: Model, only: Sequence[str] = (), alpha: float = ALPHA) -> Comparison:
+    """Return `compare_models` on all common tasks, or on those in `only`.
 
     Raises UserError if there is no common task, if a task cannot be compared, or if `only` has an unknown
     name.
     """
+    of_a, of_b = ({*model.results, *model.measures} for model in (a, b))
     for task in only:
-        if task not in a.results | b.results:
-            names = sort_tasks({*a.results, *b.results})
+        if task not in of_a | of_b:
+            names = sort_tasks(of_a | of_b)
             raise UserError(
                 f"{a.name} and {b.name} have no task {task}. {nearest(task, names)}", code="not-comparable"
             )
-    tasks = [t for t in sort_tasks(a.results.keys() & b.results.keys()) if not only or t in only]
+    tasks = [t for t in sort_tasks(of_a & of_b) if not only or t in only]
     if not tasks:
         raise UserError(
             f"{a.name} and {b.name} have no task in common{': ' * bool(only)}{', '.join(only)}",
@@ -167,8 +209,12 @@ def require_comparison(
             f"{a.name} and {b.name} cannot be compared: {reasons}. Evaluate both with the same settings.",
             code="not-comparable",
         )
-    assert comparison.mean is not None
-    return comparison, comparison.mean
+    if not (comparison.tasks or comparison.measures):
+        raise UserError(
+            f"{a.name} and {b.name} have no metric that is a mean over rows: {', '.join(tasks)}",
+            code="not-comparable",
+        )
+    return comparison
 
 
 class Verdict(NamedTuple):
@@ -228,31 +274,67 @@ def find_regression(
     """
     if a.name == b.name:
         raise UserError(f"{b.name} is compared with itself. Choose another baseline.", code="own-baseline")
-    comparison, mean = require_comparison(a, b, only, alpha)
+    comparison = require_comparison(a, b, only, alpha)
+    mean = comparison.mean
     reasons = [
         f"{task} {100 * c['difference']:+.1f} points (p = {c['p_holm']:.2g})"
         for task, c in comparison.tasks.items()
         if c["direction"] < 0
     ]
-    text = _format_difference(mean, " points ")
-    if mean["direction"] < 0:
+    for task, c in comparison.measures.items():
+        if c["direction"] < 0:
+            before, after = (m.measured[task]["measure"]["value"] for m in (a, b))
+            values = f"{a.measured[task]['score']} from {before:.4g} to {after:.4g}"
+            reasons.append(f"{task} {values} (p = {c['p_holm']:.2g})")
+    text = _format_difference(mean, " points ") if mean else "no accuracy"
+    if mean and mean["direction"] < 0:
         reasons.append(f"mean {text} (p = {mean['p']:.2g})")
-    if max_drop is not None and -100 * mean["difference"] > max_drop:
+    if mean and max_drop is not None and -100 * mean["difference"] > max_drop:
         reasons.append(f"mean {text}, more than {max_drop:g} allowed")
     verdict = "regression: " + "; ".join(reasons) if reasons else "no regression"
-    expected = set(only) or {*a.results, *b.results, *a.unreadable, *b.unreadable}
-    missing = [f"{task} ({m.name})" for m in (a, b) for task in sort_tasks(expected - {*m.results})]
-    summary = f"{b.name} against {a.name} on {counted(len(comparison.tasks), 'task')}: {text}; {verdict}"
+    expected = set(only)
+    for m in (a, b) if not only else ():
+        expected |= {*m.results, *m.measures, *m.unreadable}
+    missing = [
+        f"{task} ({m.name})" for m in (a, b) for task in sort_tasks(expected - {*m.results, *m.measures})
+    ]
+    count = len(comparison.tasks) + len(comparison.measures)
+    summary = f"{b.name} against {a.name} on {counted(count, 'task')}: {text}; {verdict}"
     if comparison.warning:
         summary = f"{comparison.warning}. {summary}"
+    if untested := sorted((a.measures.keys() & b.measures.keys()) - comparison.measures.keys()):
+        summary += f"; not tested, because the metric is not a mean over rows: {', '.join(untested)}"
     if missing:
         summary += f"; not compared, because a result is missing: {', '.join(missing)}"
     return Verdict(reasons, summary, missing, "; ".join(comparison.uneven.values()))
 
 
 def format_table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
-    """Return a table of both models' accuracies. Raises UserError if they cannot be compared."""
-    comparison, mean = require_comparison(a, b, only)
+    """Return tables of both models' accuracies and measures. Raises UserError if they cannot be compared."""
+    comparison = require_comparison(a, b, only)
+    warning = [on_one_line(comparison.warning)] if comparison.warning else []
+    tables = [_format_accuracies(a, b, comparison, comparison.mean)] if comparison.mean else []
+    tables += [_format_measures(a, b, comparison)] if comparison.measures else []
+    return "\n".join(warning) + "\n" * len(warning) + "\n\n".join(tables)
+
+
+def _format_measures(a: Model, b: Model, comparison: Comparison) -> str:
+    names = [on_one_line(m.name) for m in (a, b)]
+    lines = [["task", "measure", "n", *names, "difference", "95 % interval", "p", "p Holm"]]
+    for task, c in comparison.measures.items():
+        result = a.measured[task]
+        values = [f"{m.measured[task]['measure']['value']:.4g}" for m in (a, b)]
+        interval = "[{low:+.4g}, {high:+.4g}]".format(**c["interval"])
+        tests = [f"{c['p']:.3g}", _starred(c["p_holm"], c)]
+        cells = [str(result["n"]), *values, f"{c['difference']:+.4g}", interval, *tests]
+        lines.append([on_one_line(result["title"]), result["score"], *cells])
+    note = (
+        "Student's test for paired rows, Holm over all tasks. Perplexities are compared by their logarithms."
+    )
+    return "\n".join([*_align(lines), note])
+
+
+def _format_accuracies(a: Model, b: Model, comparison: Comparison, mean: dict[str, Any]) -> str:
     names = [on_one_line(m.name) for m in (a, b)]
     accuracies = []
     head = ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
@@ -268,8 +350,7 @@ def format_table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
     rule = "-" * max(map(len, text))
     note = f"* differs: p < {ALPHA} and an interval without zero "
     note += "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
-    warning = [on_one_line(comparison.warning)] if comparison.warning else []
-    return "\n".join([*warning, text[0], rule, *text[1:-1], rule, text[-1], note])
+    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], note])
 
 
 def _align(lines: list[list[str]]) -> list[str]:

@@ -65,7 +65,8 @@ class Report:
         for name in [*runs, *chosen, *(name for names in self.seeds.values() for name in names)]:
             find_model(models, name)
         self.tasks = sort_tasks({task for m in models for task in m.results})
-        scored = [m for m in models if m.results or m.unreadable.keys() & self.tasks]
+        self.measured = sorted({task for m in models for task in m.measures})
+        scored = [m for m in models if m.results or m.measures or m.unreadable.keys() & self.tasks]
         others = [m for m in models if m.samples and m not in scored]
         scored, self.unscored = (scored, others) if scored else (others, [])
         if not scored and not self.judgements:
@@ -84,6 +85,11 @@ class Report:
         uneven = {t for others in self.against.values() for c in others.values() for t in c.uneven}
         self.remarks = [*_remarks(self.everyone, self.tasks, uneven), *_wrong_runs(self.everyone, runs)]
         self.remarks += dict.fromkeys(faults)
+        self.remarks += [
+            f"{x['title']}: {m.name} reached the length limit in {x['answers_cut']:,} of {x['n']:,} answers."
+            for _, m, x in self.harness_results()
+            if x["answers_cut"]
+        ]
         self.judgement_pairs = compare_judgements(self.judgements, self.skipped)
 
     def _compare(
@@ -94,8 +100,9 @@ class Report:
             pairs = [pair for family in self.families for pair in choose_baselines(family.members, ancestors)]
         against: dict[str, dict[str, Comparison]] = {}
         for baseline, others in pairs:
-            comparisons = [compare_models(baseline, m, self.tasks) for m in others if m is not baseline]
-            if by_model := {c.model: c for c in comparisons if c.tasks or c.refused}:
+            tasks = [*self.tasks, *self.measured]
+            comparisons = [compare_models(baseline, m, tasks) for m in others if m is not baseline]
+            if by_model := {c.model: c for c in comparisons if c.tasks or c.refused or c.measures}:
                 against[baseline.name] = by_model
         return against
 
@@ -109,6 +116,17 @@ class Report:
         """The tasks with their titles."""
         titles = {row["task"]: row["title"] for row in self.rows}
         return {task: titles[task] for task in self.tasks}
+
+    def harness_results(self) -> list[tuple[str, Model, dict[str, Any]]]:
+        """Return task, model and result of lm-eval's tasks, task by task."""
+        tasks = [*self.tasks, *self.measured]
+        found = [(task, m, {**m.results, **m.measured}.get(task)) for task in tasks for m in self.models]
+        return [(task, model, result) for task, model, result in found if result and "metrics" in result]
+
+    def against_first(self, model: Model) -> tuple[str, Comparison] | None:
+        """Return the first baseline of a model, and the comparison with it."""
+        pairs = ((baseline, others.get(model.name)) for baseline, others in self.against.items())
+        return next(((baseline, c) for baseline, c in pairs if c), None)
 
     def chance(self, task: str | None, key: str = "chance") -> float:
         """Return the chance (or the majority label's share) of a task, or the mean over tasks (None)."""
@@ -162,6 +180,14 @@ class Report:
             **{name: getattr(self, name) for name in ("title", "notice", "remarks", "rows", "skipped")},
             "baseline": next(iter(self.against), None),
             "comparisons": [{"task": t} | names | x for c, names in about for t, x in c.tasks.items()],
+            "harness": [
+                {"task": t, "model": m.name}
+                | {name: x.get(name) for name in ("metrics", "score", "measure", "n", "answers_cut")}
+                for t, m, x in self.harness_results()
+            ],
+            "measure_comparisons": [
+                {"task": t} | names | x for c, names in about for t, x in c.measures.items()
+            ],
             "mean_comparisons": [{"tasks": list(c.tasks)} | names | c.mean for c, names in about if c.mean],
             "not_compared": [
                 {"task": t, "reason": why} | names for c, names in about for t, why in c.refused.items()

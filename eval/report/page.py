@@ -56,6 +56,10 @@ WRONG = (
     "For each task and model: the wrong answers that the model was most certain of. The answer with the "
     "smallest score wins. Demonstrations are listed from most to least similar. Rows are numbered from 0."
 )
+HARNESS = (
+    "Numbers of lm-evaluation-harness. Comparisons use the metric in bold. Accuracies are compared above. "
+    "Other metrics have Student's test for paired rows. Perplexities are compared by their logarithms."
+)
 SUMMARY = (
     "Mean over tasks, in percentage points with 95 % intervals, paired by test row. Right of zero is an "
     "improvement. A difference is clear if its test rejects (p < 0.05) and its interval excludes zero."
@@ -82,6 +86,7 @@ def document(report: Report) -> Document:
         ReportSection("Accuracy", *_accuracy(report)),
         ReportSection("Training", _training(report)),
         ReportSection("Accuracy over training", _over_training(report)),
+        ReportSection("Metrics of lm-eval", _harness(report)),
         *judged.sections(report.judgements, report.judgement_pairs),
         ReportSection("Details", _details(report)),
         ReportSection("Sampled text", sampled, *samples, page_only=True),
@@ -102,6 +107,8 @@ def document(report: Report) -> Document:
 
 def _contents(report: Report) -> str:
     """Return a sentence on the numbers of models, tasks and rows, or of judgements."""
+    if not report.rows and report.measured:
+        return f"{counted(len(report.models), 'model')}, {counted(len(report.measured), 'task')} of lm-eval."
     if not report.rows:
         return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
     models = counted(len(report.models), "model")
@@ -123,6 +130,8 @@ def _answer(report: Report) -> list[str]:
             where = "" if on == before else f" on {on}"
             sentences.append(f"Compared with {first}{where}, {describe(effects, COMPARED, 'points')}.")
     on = f"on {counted(len(report.tasks), 'task')}"
+    for _, model, x in report.harness_results() if not report.tasks else ():
+        sentences.append(f"{model.name}: {x['score']} {x['measure']['value']:.4g} on {x['title']}.")
     for e in report.effects(None) if not sentences else ():
         chance = percent(report.chance(None))
         sentences.append(f"{e.label}: accuracy {formatted(e.value, '{:.1f}')} % {on}; chance is {chance} %.")
@@ -137,7 +146,7 @@ def _picture(report: Report) -> Table:
     """Return the mean differences, or else the mean accuracies, or else the win rates."""
     pairs = [(b, c) for b, comparisons in report.against.items() for c in comparisons.values()]
     rows: list[list[Any]] = []
-    for baseline, c in pairs:
+    for baseline, c in pairs if report.tasks else []:
         verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
         counts = [sum(x["direction"] == direction for x in c.tasks.values()) for direction in (1, -1)]
         of = f"{len(c.tasks)} of " if len(c.tasks) < len(report.tasks) else ""
@@ -217,7 +226,7 @@ def _differences(report: Report) -> list[Block]:
             rows.append([Cell(title, tone="again" * (i > 0)), name, *_tested(e, p)])
     comparisons = [c for others in report.against.values() for c in others.values()]
     reasons = [
-        f"{report.titles[task]}, {c.model} against {c.baseline}: {why}"
+        f"{report.titles.get(task, task)}, {c.model} against {c.baseline}: {why}"
         for c in comparisons
         for task, why in c.refused.items()
     ]
@@ -250,6 +259,28 @@ def _details(report: Report) -> Table:
     head += ["Without leaked rows", "Shortened prompts"]
     head += ["Rows in training text", "Without these"] if known else []
     return Table(head, rows, DETAILS + TRAINED_ON * known, 2)
+
+
+def _harness(report: Report) -> Table:
+    """Return all metrics of lm-eval's tasks, with the tests of those that are not accuracies."""
+    rows: list[list[Any]] = []
+    for task, model, result in report.harness_results():
+        found = report.against_first(model)
+        for metric, value in result["metrics"].items():
+            cells = [Cell(DASH), Cell(DASH)]
+            if metric == result["score"] and (measure := result.get("measure")):
+                if measure["interval"]:
+                    cells[0] = Cell("{low:.4g} to {high:.4g}".format(**measure["interval"]))
+                if found and (x := found[1].measures.get(task)):
+                    verdict, tone = VERDICTS[x["direction"]]
+                    cells[1] = Cell(verdict, f"{x['difference']:+.4g}, {p_value(x['p_holm'])}", tone)
+            decides = "best" if metric == result["score"] else ""
+            title = Cell(result["title"], tone="again" * bool(rows and rows[-1][0].text == result["title"]))
+            name = Cell(model.name, mark=report.series[model.name])
+            cut = DASH if result["answers_cut"] is None else f"{result['answers_cut']:,}"
+            rows.append([title, name, metric, Cell(f"{value:.4g}", tone=decides), *cells, result["n"], cut])
+    head = ["Task", "Model", "Metric, filter", "Value", "95 % interval", "Against the baseline", "Rows"]
+    return Table([*head, "Answers at the length limit"], rows, HARNESS, 3)
 
 
 def _training(report: Report) -> Figure:

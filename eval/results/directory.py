@@ -27,6 +27,7 @@ MODEL = "model.json"
 SAMPLES = "samples.json"
 VIEW = {"key", "weights", "rows", "result"}
 # Keys that every result of this version has, among others.
+# A result with the key `measure` has no accuracy, for example a perplexity of lm-eval.
 RESULT = {
     "title", "version", "retriever", "shots", "conditions", "labels", "chance", "majority", "score", "scores",
     "accuracy", "interval", "n", "macro_f1", "confusion", "groups", "leaked", "clean", "rows_shortened",
@@ -72,6 +73,7 @@ class Model:
     description: Description
     out: Path
     views: dict[str, dict[str, Any]] = field(default_factory=dict)
+    measures: dict[str, dict[str, Any]] = field(default_factory=dict)  # views of results without accuracy
     unreadable: dict[str, str] = field(default_factory=dict)  # task -> why its result is skipped
     samples: list[Record] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -87,9 +89,14 @@ class Model:
         """The result of every task with a readable one."""
         return {task: view["result"] for task, view in self.views.items()}
 
+    @property
+    def measured(self) -> dict[str, dict[str, Any]]:
+        """The result of every task without accuracy."""
+        return {task: view["result"] for task, view in self.measures.items()}
+
     def read_records(self, task: str) -> list[Record]:
         """Return the records of a task in row order. Raises UserError if files of the store are damaged."""
-        view = self.views[task]
+        view = self.views.get(task) or self.measures[task]
         return store.read_records(self.out, view["key"], view["result"]["n"])
 
     def records(self, task: str) -> TaskRecords:
@@ -98,11 +105,16 @@ class Model:
             records = self.read_records(task)
             self._records[task] = TaskRecords(
                 [(r["row"], r["id"], r["gold"], r["group"]) for r in records],
-                [r["prediction"] == r["gold"] for r in records],
+                [is_right(r) for r in records] if task in self.views else [],
                 [r.get("text") for r in records],
                 [Lost(r.get("dropped", 0), r.get("cut", 0)) for r in records],
             )
         return self._records[task]
+
+
+def is_right(record: Record) -> bool:
+    """Return whether a row was answered correctly. Records of lm-eval's tasks have the outcome itself."""
+    return bool(record["correct"] if "correct" in record else record["prediction"] == record["gold"])
 
 
 def only_answer(result: dict[str, Any]) -> str | None:
@@ -173,7 +185,8 @@ def _read_views(model: Model, directory: Path, warn: Say) -> None:
             if path.name == SAMPLES:
                 model.samples = view["samples"]
             else:
-                model.views[path.stem] = view
+                kind = model.measures if "measure" in view["result"] else model.views
+                kind[path.stem] = view
 
 
 def find_model(models: Sequence[Model], name: str) -> Model:
@@ -204,7 +217,7 @@ def _fault_of_view(view: Any, out: Path) -> str | None:
         return "damaged, or of another version. Run the command that wrote it again."
     if "samples" in view:
         return None
-    if not view["result"].keys() >= RESULT:
+    if "measure" not in view["result"] and not view["result"].keys() >= RESULT:
         return "a result of another version. Evaluate it again."
     sealed = store.unsealed(out / store.STORE / view["key"] / store.RESULT)
     if sealed is not None and store.digest(sealed) != store.digest(view["result"]):

@@ -95,12 +95,23 @@ class Estimate:
 
         The degrees of freedom are those of equal clusters with the same sum of squared shares.
         """
+        if (spread := self._spread()) is None:
+            return None
+        error, freedom = spread
+        half = float(stats.t.ppf((1 + level) / 2, freedom)) * error
+        return Interval(self.value - half, self.value + half)
+
+    def p_value(self) -> float:
+        """Return the two-sided p-value of Student's test that the estimate is zero, 1 without a spread."""
+        error, freedom = self._spread() or (0.0, 1.0)
+        return 2 * float(stats.t.sf(abs(self.value) / error, freedom)) if error else 1.0
+
+    def _spread(self) -> tuple[float, float] | None:
+        """Return standard error and degrees of freedom."""
         if len(self.parts) < 2 or self.shares.max() > 1 - 1e-9:
             return None
         error = math.sqrt(float((self.parts**2 / (1 - self.shares)).sum()))
-        freedom = max(1.0, 1 / float((self.shares**2).sum()) - 1)
-        half = float(stats.t.ppf((1 + level) / 2, freedom)) * error
-        return Interval(self.value - half, self.value + half)
+        return error, max(1.0, 1 / float((self.shares**2).sum()) - 1)
 
 
 def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Sequence[int]) -> Estimate:
@@ -111,6 +122,19 @@ def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Se
     value = float(sums.sum() / sizes.sum()) if sizes.any() else math.nan
     total = max(float(sizes.sum()), 1e-300)
     return Estimate(value, (sums - value * sizes) / total, sizes / total)
+
+
+def measure(values: Sequence[float], weights: Sequence[float], scale: str) -> Estimate:
+    """Return a measure that rows add up to, as an estimate that can be compared between models.
+
+    Args:
+        values: Of each row [n]: the value, or a log-probability in nats.
+        weights: Of each row [n], for example its number of words.
+        scale: `mean` (weighted mean of the values), `perplexity` (negative log-probability per unit of
+            weight, which is the logarithm of the perplexity) or `bits` (the same in bits).
+    """
+    factor = {"mean": 1.0, "perplexity": -1.0, "bits": -1 / math.log(2)}[scale]
+    return ratio([factor * value for value in values], weights, range(len(values)))
 
 
 def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:

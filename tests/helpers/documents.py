@@ -193,6 +193,8 @@ def _of_block(block: Block) -> Iterator[str]:
             yield from _names(command)
     elif block.language == "yaml":
         tree = yaml.safe_load(block.text) or {}
+        if "output_type" in tree:  # a task of lm-eval
+            return
         base = tree.pop("extends", None)
         if base is not None and "/" in base and not (REPO / base).exists():
             yield f"{base} is not there"
