@@ -7,13 +7,13 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from emo.pipeline.control.run_dir import read_metrics
-from tests.helpers.launching import losses, run_alone, run_ranks, tiny_recipe
+from tests.helpers.launching import losses, run_alone, tiny_recipe
 
 WSD = ("train.lr_scheduler_type=warmup_stable_decay", "train.warmup_steps=2", "train.kl_from_base=8")
 
 
 def train(recipe: Path, run_dir: Path, *settings: str) -> None:
-    done = run_ranks("launch/continual.sh", str(recipe), f"output_dir={run_dir}", *WSD, *settings)
+    done = run_alone(str(recipe), f"output_dir={run_dir}", *WSD, *settings)
     assert not done.returncode, done.stdout
 
 

@@ -269,7 +269,7 @@ def test_mistakes(place: Path, tmp_path: Path) -> None:
     from lm_eval.tasks import TaskManager
 
     empty = tmp_path / "empty.yaml"
-    empty.write_text("task: empty\ndataset_path: json\n")
+    empty.write_text("task: empty\ndataset_path: json\ndataset_kwargs: {data_files: {test: none.jsonl}}\n")
     for names in (f"lm-eval:{empty}", "lm-eval:none.yaml", "sst2"):
         assert is_mistake("eval", "--model", place / "a", "--tasks", names, "--output_path", tmp_path), names
     known = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
