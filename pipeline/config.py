@@ -21,7 +21,7 @@ from .control.config import LimitsConfig
 from .control.run_dir import INITIAL
 from .engine.config import OptimizerConfig
 from .model.config import ModelConfig
-from .model.objective_config import ObjectiveConfig
+from .model.objective_config import BASE, ObjectiveConfig
 from .monitor.config import MonitorConfig
 
 
@@ -65,8 +65,20 @@ class RunConfig(Section):
             name = (metric or "").rpartition("/")[0]
             if metric is not None and not (train.eval_steps and sets):
                 raise ValueError(f"train.{key} needs train.eval_steps and a validation set")
+            if (
+                metric is not None
+                and metric.endswith("divergence")
+                and self.objective.resolved_teacher is None
+            ):
+                raise ValueError(f"train.{key}={metric} needs objective.teacher, which is not set")
             if name and name not in sets:
                 raise ValueError(f"train.{key}={metric} names no validation set. There are {', '.join(sets)}")
+        lora = self.model.lora
+        if lora is not None and lora.path is not None and self.objective.resolved_teacher == BASE:
+            raise ValueError(
+                "objective.teacher=base is the model without the adapter in model.lora.path. "
+                "Set model.path to the merged model instead"
+            )
         if train.load_best_at_end and train.keep_best is None:
             raise ValueError("train.load_best_at_end needs train.keep_best, for example nll")
         return self

@@ -311,7 +311,9 @@ class Trainer:
         train = config.train
         self.metrics = raise_on_all_ranks(lambda: Metrics(config, state, main, facts, self.console, window))
         guard = Guard(config.output_dir, train, main, plan.data.provenance, progress.get(Guard.name))
-        self.selection = Selection(train, progress.get(Selection.name))
+        begins = saved is None or saved.step == train.branch_step  # the trunk's selection is another run's
+        self.selection = Selection(train, None if begins else progress.get(Selection.name))
+        self._check_best()
         self.components = (
             Profiler(train.profile, config.output_dir, world.rank),
             Heartbeat(self.lock, world.rank, train.logging_steps),
@@ -332,6 +334,16 @@ class Trainer:
         self.student = None
         if config.objective.on_policy is not None:
             self.student = OnPolicy(config, self.engine, len(plan.data.domains))
+
+    def _check_best(self) -> None:
+        """Forget the best checkpoint if it is gone; all ranks must call."""
+        best = self.selection.best
+        if best is None or self.config.train.copy_to is not None:
+            return
+        directory = step_directory(self.config.output_dir, best.step)
+        if not gather_objects(directory.is_dir())[0]:
+            log.warning("%s was the best checkpoint and is gone: the best one is chosen anew", directory)
+            self.selection.best = None
 
     # The loop
 
@@ -456,9 +468,15 @@ class Trainer:
             export_model(self.engine, config, export, self.saver.export_info(step, tokens))
             return
         directory = step_directory(config.output_dir, best.step)
-        if config.train.copy_to is not None and not directory.is_dir():  # the run came here from its copy
-            copy = raise_on_all_ranks(lambda: copies.RunCopy(config.train.copy_to or ""))
-            fetch(directory.name, config.output_dir, copy, self.world)
+        target = config.train.copy_to
+        is_here: bool = gather_objects(directory.is_dir())[0]
+        if not is_here and target is not None:  # the run came here from its copy
+            copy = raise_on_all_ranks(lambda: copies.RunCopy(target))
+            is_here = fetch(directory.name, config.output_dir, copy, self.world) is not None
+        if not is_here:
+            log.warning("%s was the best checkpoint and is gone: the last model is exported", directory)
+            export_model(self.engine, config, export, self.saver.export_info(step, tokens))
+            return
 
         def export_best() -> None:
             export_checkpoint(directory, export)

@@ -17,11 +17,11 @@ from ..batches.config import count_steps
 from ..config import RunConfig, TrainConfig
 from ..control.run_dir import CONFIG, TRUNK, checkpoints, step_directory
 from ..control.world import World, raise_on_all_ranks
-from ..engine.schedule import ScheduleConfig, lr_at
+from ..engine.schedule import ScheduleConfig, check_branch_steps, lr_at
 from .claims import IDENTITY, compare_keys
 from .copies import RunCopy
 from .identity import Identity, check_unchanged
-from .saver import Saved, fetch
+from .saver import Saved, fetch, remove
 
 # Keys in which a branch may differ from its trunk, besides those that are always free.
 BRANCH_KEYS = {f"train.{key}" for key in ScheduleConfig.model_fields if key != "learning_rate"}
@@ -50,8 +50,10 @@ def check_branch(config: RunConfig, identity: Identity, rows: int) -> None:
         UserError: the trunk is another kind of run, or its learning rate is not at its peak.
     """
     step = config.train.branch_step
-    if step is None or (config.output_dir / CONFIG).is_file() or checkpoints(config.output_dir):
+    if step is None or (config.output_dir / CONFIG).is_file():
         return
+    for directory in checkpoints(config.output_dir):  # fetched by a launch that never claimed the run
+        remove(directory)
     trunk, name = _open_trunk(config)
     content = trunk.read_record(CONFIG)
     if content is None or name not in trunk.checkpoints():
@@ -73,13 +75,10 @@ def check_branch(config: RunConfig, identity: Identity, rows: int) -> None:
 
 def _check_steps(branch: TrainConfig, trunk: TrainConfig, step: int, rows: int) -> None:
     """Raise UserError unless the trunk is at its peak rate at `step`, and the branch ends later."""
-    where = f"train.decay_from={branch.decay_from}"
-    steps = count_steps(branch, rows)
-    if steps <= step:
-        problem = f"{where}: the run has {steps:,} steps, and its decay begins at step {step:,}"
-        raise UserError(f"{problem}. Set train.max_steps to the last step of the decay", code="decay-from")
+    check_branch_steps(branch, count_steps(branch, rows))
     rate = lr_at(trunk, step - 1, count_steps(trunk, rows))
     if rate != trunk.learning_rate:
+        where = f"train.decay_from={branch.decay_from}"
         problem = f"{where}: that run has a learning rate of {rate:g} there, below its peak"
         cure = "Name a checkpoint after its warm-up and before its decay"
         raise UserError(f"{problem}. {cure}", code="decay-from")

@@ -22,7 +22,7 @@ from ..engine.engine import frozen_sum
 from ..engine.snapshots import read_weights
 from ..model.adapters import add_lora
 from ..model.build import load_pretrained
-from ..model.export import check_export, complete_export, view_model, write_weights
+from ..model.export import check_export, complete_export, view_model, write_content
 from .claims import IDENTITY, MIXTURES
 from .saver import Saved, read_saved
 
@@ -39,27 +39,26 @@ def export_checkpoint(source: Path, target: Path) -> Path:
         raise UserError(f"{checkpoint} is not a valid checkpoint: {problem}", code="checkpoint-damaged")
     target.parent.mkdir(parents=True, exist_ok=True)
     if (checkpoint / HF).is_dir():
-        shutil.copytree(checkpoint / HF, target)
+        complete_export(target, lambda directory: _copy(checkpoint / HF, directory), lambda directory: None)
         return checkpoint
     settings = checkpoint / HF_SETTINGS
     if not settings.is_dir():
         problem = f"{checkpoint} has no {HF_SETTINGS}/, because another version of emo wrote it"
         raise UserError(f"{problem}. Export it with that version", code="other-version")
-    model = _load_model(read_saved(checkpoint), _read_config(checkpoint.parent), settings)
-    view = view_model(model)
-
-    def write(directory: Path) -> None:
-        write_weights(view, directory)
-        shutil.copytree(settings, directory, dirs_exist_ok=True)
-
+    config = _read_config(checkpoint.parent)
+    view = view_model(_load_model(read_saved(checkpoint), config, settings))
     complete_export(
         target,
-        write,
+        lambda directory: write_content(view, config, directory, lambda folder: _copy(settings, folder)),
         lambda directory: check_export(
             directory, view.probe, view.logits, torch.zeros(0, 0, dtype=torch.long)
         ),
     )
     return checkpoint
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def _find_checkpoint(source: Path) -> Path:

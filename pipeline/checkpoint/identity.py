@@ -161,7 +161,7 @@ def check_run_dir(config: RunConfig, identity: Identity) -> None:
     newest = max(map(step_of, checkpoints(run_dir)), default=0)
     if (run_dir / CONFIG).is_file():
         check_config_file(run_dir, run_dir / CONFIG, newest, config, identity)
-    elif newest:
+    elif newest and not (run_dir / TRUNK).is_file():  # a branch that was never claimed starts again
         problem = f"{run_dir} has checkpoints but no {CONFIG}, which they were trained with"
         raise UserError(f"{problem}. Restore it, {NEW_DIRECTORY}", code="config-missing")
 

@@ -19,6 +19,7 @@ from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
 
+AVERAGED = "averaged_weights"  # PEFT's name of averaged adapters
 FILES = "average_rank_*.pt"  # in the directory of DeepSpeed's state
 
 

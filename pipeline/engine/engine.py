@@ -27,7 +27,7 @@ from emo.common.errors import UserError
 from ..control.world import World, gather_objects
 from ..loss import TopK
 from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, sum_by_document
-from .average import WeightAverage, local_values
+from .average import AVERAGED, WeightAverage, local_values
 from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .pace import OwnTime
 from .snapshots import Snapshots, only_data
@@ -207,6 +207,8 @@ def frozen_sum(model: nn.Module, rank: int = 0) -> int:
     """
     total = 0
     for name, parameter in model.named_parameters():
+        if f".{AVERAGED}" in name:  # adapters of a teacher, which change
+            continue
         if not parameter.requires_grad and (hasattr(parameter, "ds_tensor") or rank == 0):
             values = local_values(parameter, rank)
             bits = values.view({2: torch.int16, 4: torch.int32}[values.element_size()])

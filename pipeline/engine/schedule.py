@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from emo.common.config.recipe import Section
+from emo.common.errors import UserError
 from emo.common.text import counted
 
 BARS = " ▁▂▃▄▅▆▇█"  # of a drawn schedule, from 0 to the peak
@@ -97,6 +98,16 @@ def phases(train: ScheduleConfig, steps: int) -> Phases:
     if train.branch_step is not None:
         decay = train.branch_step
     return Phases(min(warmup, decay), decay, steps)
+
+
+def check_branch_steps(train: ScheduleConfig, steps: int) -> None:
+    """Raise UserError if a run ends before the step at which `decay_from` begins its decay."""
+    if train.branch_step is not None and steps <= train.branch_step:
+        problem = (
+            f"train.decay_from={train.decay_from}: the run has {steps:,} steps, and its decay begins at step "
+        )
+        cure = "Set train.max_steps to the last step of the decay"
+        raise UserError(f"{problem}step {train.branch_step:,}. {cure}", code="decay-from")
 
 
 def lr_at(train: ScheduleConfig, step: int, steps: int) -> float:

@@ -26,6 +26,13 @@ from .config import LoraConfig, ModelConfig
 
 ADAPTER = "default"  # PEFT's name of a run's only adapter
 DIRECTORY = "adapter"  # in an export that also has the merged model
+# Values of PEFT's settings for adapters that can be continued. Others change the scaling or the base model.
+USUAL: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "alpha_pattern": ({}, None),
+    "rank_pattern": ({}, None),
+    "init_lora_weights": (True, False, None, "gaussian"),
+}
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
@@ -112,6 +119,10 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
     except (OSError, ValueError, SafetensorError) as error:
         problem += f" is damaged ({one_line(error, 120)})"
         raise UserError(f"{problem}. Restore it", code="adapter") from None
+    for key, usual in USUAL.items():
+        if settings.get(key) not in usual:
+            cure = "Merge it into its base model with PEFT, and start a new adapter"
+            raise UserError(f"{problem} has {key}={settings[key]}. {cure}", code="adapter")
     for key, wanted in (("r", config.r), ("alpha", config.alpha), ("use_rslora", config.use_rslora)):
         found = settings.get({"alpha": "lora_alpha"}.get(key, key)) or False
         if found != wanted:
@@ -143,7 +154,8 @@ def write_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), str(directory / ADAPTER_FILE), metadata={"format": "pt"})
     settings = copy.deepcopy(model.peft_config[ADAPTER])
-    settings.base_model_name_or_path = config.path
+    is_local = config.path is not None and Path(config.path).is_dir()
+    settings.base_model_name_or_path = str(Path(config.path or "").absolute()) if is_local else config.path
     settings.revision = config.revision
     settings.inference_mode = True
     tree = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}

@@ -134,21 +134,30 @@ def write_export(
 
     Raises FailureError if it cannot be written, UserError if it does not reproduce the logits.
     """
-    content = "merged" if config.model.lora is None else config.model.lora.export
 
     def write(directory: Path) -> None:
-        if content != "adapter":
-            write_weights(copied, directory)
-            write_metadata(copied.base, config, directory, info)
-        if content != "merged":
-            folder = directory if content == "adapter" else directory / DIRECTORY
-            write_adapter(folder, copied.model, config.model, copied.adapter)
-            write_metadata(copied.base, config, folder, info)
-            (folder / MODEL_CONFIG).unlink()  # the one of the base model applies
+        write_content(
+            copied, config, directory, lambda folder: write_metadata(copied.base, config, folder, info)
+        )
 
     complete_export(
         target, write, lambda directory: check(directory, copied.probe, copied.logits, sample_rows(config))
     )
+
+
+def write_content(
+    copied: ModelCopy, config: RunConfig, directory: Path, write_settings: Callable[[Path], object]
+) -> None:
+    """Write what `model.lora.export` names: the merged model, the adapter, or both."""
+    content = "merged" if config.model.lora is None else config.model.lora.export
+    if content != "adapter":
+        write_weights(copied, directory)
+        write_settings(directory)
+    if content != "merged":
+        folder = directory if content == "adapter" else directory / DIRECTORY
+        write_adapter(folder, copied.model, config.model, copied.adapter)
+        write_settings(folder)
+        (folder / MODEL_CONFIG).unlink()  # the one of the base model applies
 
 
 def write_weights(copied: ModelCopy, directory: Path) -> None:
@@ -184,7 +193,8 @@ def view_model(model: nn.Module) -> ModelCopy:
     with torch.no_grad():
         logits = model.eval()(input_ids=probe, use_cache=False).logits
     merged = ((t.name, t.merged(*(p.detach() for p in t.parts))) for t in exported_tensors(model))
-    return ModelCopy(model, probe, logits, itertools.chain(merged, persistent_buffers(base)))
+    adapter = ((name, p.detach().contiguous()) for name, p in adapter_tensors(model))
+    return ModelCopy(model, probe, logits, itertools.chain(merged, persistent_buffers(base)), adapter)
 
 
 def probe_tokens(base: PreTrainedModel) -> Tensor:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from emo.common.errors import UserError
+from emo.common.errors import UserError, one_line
 from emo.common.io.files import reset_modes, write_text
 from emo.common.io.untrusted import read_json
-from emo.common.io.weights import CONFIG, load_causal_lm, shard_names
+from emo.common.io.weights import CONFIG, load_causal_lm, load_model_config, shard_names
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 from ..control.run_dir import EXPORT_INFO
@@ -55,20 +55,26 @@ class Checkpoint:
         self.directory = directory
         index = directory / f"{WEIGHTS}.index.json"
         names: dict[str, str] = {}
-        if index.is_file():
-            names = shard_names(index)
-        elif (directory / WEIGHTS).is_file():
-            with safe_open(directory / WEIGHTS, "pt") as file:
-                names = dict.fromkeys(file.keys(), WEIGHTS)
+        try:
+            if index.is_file():
+                names = shard_names(index)
+            elif (directory / WEIGHTS).is_file():
+                with safe_open(directory / WEIGHTS, "pt") as file:
+                    names = dict.fromkeys(file.keys(), WEIGHTS)
+            self._files = {name: safe_open(directory / name, "pt") for name in set(names.values())}
+        except (OSError, SafetensorError) as error:
+            raise _damaged(directory, error) from None
         if not names or not (directory / CONFIG).is_file():
             problem = f"{directory} is not a model directory with {CONFIG} and {WEIGHTS}"
             raise UserError(f"{problem}. Name one, for example the export of a run", code="merge")
-        self._files = {name: safe_open(directory / name, "pt") for name in set(names.values())}
         self.names = names
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in the dtype of its file."""
-        tensor: Tensor = self._files[self.names[name]].get_tensor(name)
+        try:
+            tensor: Tensor = self._files[self.names[name]].get_tensor(name)
+        except SafetensorError as error:
+            raise _damaged(self.directory, error) from None
         return tensor
 
 
@@ -105,7 +111,16 @@ def _slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
 
 
 def _architecture(directory: Path) -> dict[str, Any]:
-    return {k: v for k, v in read_json(directory / CONFIG).items() if k not in NOT_ARCHITECTURE}
+    """Return the configuration with the defaults of its class, which published files may lack."""
+    try:
+        settings: dict[str, Any] = load_model_config(directory).to_dict()
+    except (OSError, ValueError) as error:
+        raise _damaged(directory, error) from None
+    return {key: value for key, value in settings.items() if key not in NOT_ARCHITECTURE}
+
+
+def _damaged(directory: Path, error: Exception) -> UserError:
+    return UserError(f"{directory} is damaged: {one_line(error, 160)}", code="merge")
 
 
 def _check_alike(models: Sequence[Checkpoint]) -> None:

@@ -26,6 +26,7 @@ from emo.data_prep.shards.format import Manifest
 from ..config import RunConfig
 from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
+from ..engine.average import AVERAGED
 from ..engine.devices import usable_attention
 from ..loss import fuse_model, get_objective, probe_model
 from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
@@ -38,7 +39,6 @@ from .objective_config import BASE, TeacherConfig
 log = logging.getLogger(__name__)
 
 KEY = "objective.teacher.model"
-AVERAGE = "averaged_weights"  # peft's name of the averaged adapters
 # Sections of the student's DeepSpeed configuration that define how weights are held.
 HOLDING = ("train_micro_batch_size_per_gpu", "bf16", "zero_optimization")
 
@@ -181,11 +181,11 @@ def add_averaged_adapters(model: Any, temperature: float) -> dict[str, nn.Parame
     """Add a frozen copy of the adapters for the teacher, and return its parameters by the adapters' names."""
     settings = copy.deepcopy(model.peft_config[ADAPTER])
     with torch.random.fork_rng(devices=[]):
-        model.add_adapter(AVERAGE, settings, autocast_adapter_dtype=False)
+        model.add_adapter(AVERAGED, settings, autocast_adapter_dtype=False)
     named = dict(model.named_parameters())
-    copies = {name.replace(AVERAGE, ADAPTER): p for name, p in named.items() if f".{AVERAGE}" in name}
+    copies = {name.replace(AVERAGED, ADAPTER): p for name, p in named.items() if f".{AVERAGED}" in name}
     for name, parameter in copies.items():
         parameter.requires_grad_(False)
         parameter.data.copy_(named[name].requires_grad_(True).data)
-    model.get_base_model().teacher = AdapterTeacher(model, AVERAGE, temperature)
+    model.get_base_model().teacher = AdapterTeacher(model, AVERAGED, temperature)
     return copies

@@ -25,7 +25,7 @@ from emo.data_prep.encoding.vocabulary import Extension, extend_vocabulary
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 
 from ..config import RunConfig
-from .build import load_pretrained
+from .build import check_fits, load_pretrained, model_config
 
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 MEASURED_DOCUMENTS = 16
@@ -67,6 +67,7 @@ def extend_model(
     if config.model.path is None:
         raise UserError("set model.path, because only a pre-trained model can be extended", code="extension")
     data, validation = open_prepared(config.data)
+    check_fits(model_config(config.model), config.model, data.manifest)
     old = load_tokenizer(config.data.dir / "tokenizer")
     extension = extend_vocabulary(old.backend_tokenizer, iterate_texts(data, old), pieces, special)
     model: Any = load_pretrained(config.model.path, config.model.revision, config.model.dtype, "sdpa")

@@ -5,6 +5,7 @@ To add one, subclass `Logger`, list it in LOGGERS, and add its name to `train.re
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Any
 
@@ -100,7 +101,8 @@ class MLflow(Logger):
         self._mlflow = mlflow
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        numbers = {key: float(v) for key, v in values.items() if isinstance(v, int | float)}
+        named = ((re.sub(r"[^\w\-. :/]", "_", key), value) for key, value in values.items())
+        numbers = {key: float(value) for key, value in named if isinstance(value, int | float)}
         self._mlflow.log_metrics(numbers, step=step)
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from emo.common.errors import one_line
 from emo.common.io.files import replace_nonfinite
 from emo.data_prep.config import VALIDATION, split_of
 
@@ -27,6 +30,8 @@ from .component import Component, RunState
 from .console import Console, Progress
 from .loggers import LOGGERS
 from .stragglers import Stragglers
+
+log = logging.getLogger(__name__)
 
 NOT_MEASURED = ("set", "time", "slowest_host")  # keys of a record that loggers do not receive
 
@@ -156,6 +161,7 @@ class Metrics(Component):
         validation.drop_documents(self._run_dir, start.step)
         drop_records(self._run_dir / METRICS, start.step)
         self._file = (self._run_dir / METRICS).open("a", encoding="utf-8")
+        self._warned = False  # that a tracker failed
         self._loggers = [LOGGERS[name](config, start.step) for name in config.train.report_to]
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
@@ -236,7 +242,7 @@ class Metrics(Component):
         if self.active:
             self._file.close()
             for logger in reversed(self._loggers):
-                logger.close()
+                self._report(logger.close)
 
     def _write(self, group: str, record: dict[str, Any]) -> dict[str, Any]:
         """Write a record. Return it with None instead of numbers that are not finite.
@@ -251,8 +257,17 @@ class Metrics(Component):
         measured = {key: value for key, value in line.items() if key not in NOT_MEASURED}
         values = dict(_flatten(measured, group))
         for logger in self._loggers:
-            logger.log(values, step)
+            self._report(functools.partial(logger.log, values, step))
         return record
+
+    def _report(self, call: Callable[[], None]) -> None:
+        """Call a tracker. Training continues if it fails."""
+        try:
+            call()
+        except Exception as error:  # its server may be gone, and it may raise anything
+            line = "train.report_to: a tracker failed (%s); metrics.jsonl has every record"
+            log.log(logging.DEBUG if self._warned else logging.WARNING, line, one_line(error, 120))
+            self._warned = True
 
 
 def means_per_token(totals: Window | StepTotals, tokens: int) -> dict[str, float]:

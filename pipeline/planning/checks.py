@@ -35,6 +35,7 @@ from ..checkpoint.identity import Identity
 from ..config import RunConfig, TrainConfig
 from ..engine.devices import check_gpus, usable_attention
 from ..engine.ds_config import check_deepspeed_host, deepspeed_config, parameter_groups
+from ..engine.schedule import check_branch_steps
 from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
 from ..model import kernels
@@ -149,6 +150,8 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
     sets = [] if data is None else [data, *validation.values()]
     resolved = _resolve_model(config, batch, ds_config, objective, sets, local=False, here=here)
     steps = train.max_steps if data is None else count_steps(train, len(data))
+    if steps is not None:
+        check_branch_steps(train, steps)
     _check_profile(train, steps, ranks)
     rehearse_export(resolved.model, config)
     if here or objective.needs_cost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emo.eval.models.model import EvaluatedModel
+from emo.pipeline.checkpoint.export import export_checkpoint
 from tests.helpers.launching import kill_ranks, losses, run_alone, run_ranks, tiny_recipe
 
 LORA = ("model.architecture=null", "model.lora.r=4", "model.lora.use_rslora=true", "model.lora.dropout=0")
@@ -52,9 +54,11 @@ def adapted(base: tuple[Path, Path]) -> Path:
 def test_base_and_exported_adapter_equal_the_merged_model(
     base: tuple[Path, Path], adapted: Path, tmp_path: Path
 ) -> None:
-    train(base, tmp_path / "adapter", "model.lora.export=adapter", "deepspeed=ds_configs/zero1.json")
+    run_dir = tmp_path / "adapter"
+    train(base, run_dir, "model.lora.export=adapter", "deepspeed=ds_configs/zero1.json")
+    export_checkpoint(run_dir, tmp_path / "exported")
     merged = logits(AutoModelForCausalLM.from_pretrained(adapted))
-    for adapter in (adapted / "adapter", tmp_path / "adapter/export"):
+    for adapter in (adapted / "adapter", run_dir / "export", tmp_path / "exported"):
         assert not (adapter / "config.json").exists() and not list(adapter.glob("model*.safetensors"))
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base[1]), adapter)
         assert torch.allclose(logits(model), merged, atol=1e-5)
@@ -88,6 +92,9 @@ def test_an_adapter_with_other_settings_is_rejected(
     base: tuple[Path, Path], adapted: Path, tmp_path: Path
 ) -> None:
     start = f"model.lora.path={adapted / 'adapter'}"
+    other = shutil.copytree(adapted / "adapter", tmp_path / "other")
+    settings = json.loads((other / "adapter_config.json").read_text()) | {"alpha_pattern": {"q_proj": 1}}
+    (other / "adapter_config.json").write_text(json.dumps(settings))
     common = (str(base[0]), f"output_dir={tmp_path / 'new'}", *LORA)
     model = f"model.path={base[1]}"
     for settings, problem in (
@@ -95,6 +102,8 @@ def test_an_adapter_with_other_settings_is_rejected(
         ((start, model, "model.lora.alpha=3"), "has alpha=8"),
         ((start, model, "model.lora.targets=[q_proj]"), "model.lora.targets"),
         ((f"model.lora.path={tmp_path}", model), "adapter_config.json"),
+        ((f"model.lora.path={other}", model), "alpha_pattern"),
+        ((start, model, "objective={name: kl, teacher: base}"), "without the adapter"),
         ((f"model.path={adapted / 'adapter'}",), f"model.path={base[1]} and model.lora.path="),
     ):
         done = run_alone(*common, *settings)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import ExitCode
+from emo.pipeline.checkpoint.export import export_checkpoint
 from emo.pipeline.control.run_dir import EXPORT, EXPORT_INFO, read_metrics, step_directory
 from emo.pipeline.engine.snapshots import read_weights
 from tests.conftest import REPO
@@ -72,6 +73,10 @@ def test_checkpoints_hold_the_average_of_the_weights(recipe: Path, alone: Any, n
     assert alone[name][-1]["divergence"] > alone[name][1]["divergence"] > 0
     run_dir = recipe.parent / name
     assert json.loads((run_dir / EXPORT / EXPORT_INFO).read_text())["teacher"] == f"ema {DECAY}"
+    if name == "alone-adapters":  # the averaged adapters are no part of the base model
+        export_checkpoint(step_directory(run_dir, STEPS), recipe.parent / "exported")
+        files = (recipe.parent / "exported", run_dir / EXPORT)
+        assert len({(file / "model.safetensors").read_bytes() for file in files}) == 1
     weights = [read_weights(step_directory(run_dir, step)) for step in range(1, STEPS + 1)]
     steps = [averages(run_dir, step) for step in range(1, STEPS + 1)]
     assert steps[0].keys() == {name for name in weights[0] if name in steps[0]} and steps[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-from emo.pipeline.control.run_dir import read_metrics
+from emo.pipeline.control.run_dir import CONFIG, TRUNK, read_metrics
 from tests.helpers.launching import losses, run_alone, tiny_recipe
 
 WSD = ("train.lr_scheduler_type=warmup_stable_decay", "train.warmup_steps=2", "train.kl_from_base=8")
@@ -54,9 +55,36 @@ def test_a_branch_needs_a_checkpoint_at_the_peak_of_the_same_run(tmp_path: Path)
         done = run_alone(str(recipe), f"output_dir={tmp_path / 'branch'}", *WSD, *settings)
         assert done.returncode == 2 and problem in done.stdout, done.stdout
     assert not list((tmp_path / "branch").glob("step-*"))
+    shutil.copytree(
+        trunk / "step-000002", tmp_path / "branch/step-000002"
+    )  # left by a launch that was killed
+    shutil.copyfile(trunk / CONFIG, tmp_path / "branch" / TRUNK)  # before it claimed the run
     mixture = ["train.mixture={temperature: 1}", "train.mixture_from=4"]
     settings = [f"train.decay_from={trunk}/step-4", f"output_dir={tmp_path / 'branch'}", *mixture]
     done = run_alone(str(recipe), *WSD, *settings)
     assert not done.returncode and [step for step, *_ in losses(tmp_path / "branch")] == [5, 6, 7, 8], (
         done.stdout
     )
+
+
+def test_a_branch_has_a_selection_of_its_own(tmp_path: Path) -> None:
+    """The trunk ended early, and its best checkpoint is before the branch."""
+    recipe = tiny_recipe(tmp_path, save_steps=2, save_total_limit=9, max_steps=8, eval_steps=2)
+    trunk = tmp_path / "trunk"
+    rising = ("train.learning_rate=1.5", "train.keep_best=nll", "train.load_best_at_end=true")
+    stop = "train.early_stopping={metric: nll, patience: 1}"
+    done = run_alone(str(recipe), f"output_dir={trunk}", *WSD, *rising, stop, "train.decay_steps=1")
+    assert not done.returncode, done.stdout
+    last = max(step for step, *_ in losses(trunk))
+    assert last < 8, "it did not end early"
+    options = (
+        f"output_dir={tmp_path / 'branch'}",
+        *WSD,
+        *rising,
+        stop,
+        f"train.decay_from={trunk}/step-{last}",
+    )
+    done = run_alone(str(recipe), *options, f"train.max_steps={last + 2}")
+    assert not done.returncode, done.stdout
+    assert [step for step, *_ in losses(tmp_path / "branch")] == [last + 1, last + 2]
+    assert (tmp_path / "branch/export").is_dir()

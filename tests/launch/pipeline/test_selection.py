@@ -65,6 +65,7 @@ def test_a_run_ends_early_when_validation_stops_improving(tmp_path: Path) -> Non
         (("train.keep_best=nll",), "train.eval_steps"),
         (("train.keep_best=other/nll", "train.eval_steps=2"), "names no validation set"),
         (("train.load_best_at_end=true",), "train.keep_best"),
+        (("train.keep_best=divergence", "train.eval_steps=2"), "objective.teacher"),
         (("train.keep_best=accuracy", "train.eval_steps=2"), "train.keep_best"),
     ],
 )

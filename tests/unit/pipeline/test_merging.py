@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,5 +94,14 @@ def test_models_of_another_architecture_are_rejected(
     other = tiny_model(tmp_path / "other", num_hidden_layers=3)
     assert merge([models[0], other], tmp_path / "out") == 2
     assert "differ in" in capsys.readouterr().err
+    damaged = tiny_model(tmp_path / "damaged")
+    (damaged / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert merge([models[0], damaged], tmp_path / "out") == 2
+    assert "is damaged" in capsys.readouterr().err
+    published = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2}
+    short = {key: value for key, value in published.items() if key not in ("rope_parameters", "head_dim")}
+    shutil.copytree(models[0], tmp_path / "published")
+    (tmp_path / "published/config.json").write_text(json.dumps(short))  # an older program wrote fewer keys
+    assert merge([tmp_path / "published", models[0]], tmp_path / "same") == 0
     assert merge([models[0], tmp_path], tmp_path / "out") == 2
     assert "is not a model directory" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from emo.pipeline.monitor.component import RunState
 from emo.pipeline.monitor.config import ProfileConfig
 from emo.pipeline.monitor.console import Console
 from emo.pipeline.monitor.guard import Guard
+from emo.pipeline.monitor.loggers import LOGGERS, Logger
 from emo.pipeline.monitor.metrics import Metrics, RunFacts
 from emo.pipeline.monitor.validation import Documents, read_documents
 from tests.conftest import REPO
@@ -260,6 +261,22 @@ def log_twice(directory: Path, tracker: str, project: str) -> None:
         metrics = reporter(directory / run, **options)
         take_step(metrics, step, ONE._replace(nll=2.0 * step), tokens=4)
         metrics.close()
+
+
+def test_a_tracker_that_fails_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone(Logger):
+        def log(self, values: dict[str, Any], step: int) -> None:
+            raise ConnectionError("no server")
+
+    monkeypatch.setitem(LOGGERS, "trackio", Gone)
+    metrics = reporter(tmp_path, report_to="[trackio]", logging_steps=1)
+    for step in (1, 2):
+        take_step(metrics, step, ONE, tokens=4)
+    metrics.close()
+    assert [record["step"] for record in run_dir.read_metrics(tmp_path)] == [1, 2]
+    assert caplog.text.count("no server") == 1
 
 
 def test_mlflow_continues_the_run_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
