@@ -36,7 +36,7 @@ from typing import NamedTuple
 import yaml
 import zstandard
 
-from emo.__main__ import COMMANDS, DATA
+from emo.__main__ import COMMANDS, DATA, TRAINING
 from emo.data_prep.encoding.chat_templates import BUILT_IN
 from tests.campaigns.campaign import Campaign, conduct, copy_checkout
 from tests.conftest import REPO
@@ -171,7 +171,8 @@ class Scratch:
             return self.run(f"{runs.removesuffix(' --dry_run')} --dry_run", "dry run")
         if words[1] in ("plan", "preflight", "score"):
             return self.run(command)
-        room = "data_prep" if COMMANDS[words[1]].function == DATA else "eval"
+        rooms = {DATA: "data_prep", TRAINING: "pipeline"}
+        room = rooms.get(COMMANDS[words[1]].function, "eval")
         if words[1] == "report" and not any("eval" in word or "results" in word for word in words):
             room = "pipeline"  # of runs that are not there
         return self.run(shlex.join(["python", "-c", PARSERS[room], *words[1:]]), "arguments")
