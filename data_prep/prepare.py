@@ -61,6 +61,7 @@ from .encoding.chat_templates import BUILT_IN
 from .encoding.chats import check_template
 from .encoding.tokenizer import (
     FILES,
+    TRAINING_CHARS,
     TokenizerFacts,
     read_tokenizer,
     require_end,
@@ -107,7 +108,6 @@ LIMITED = "limited.parquet"
 PLANNING = ".planning"  # lease of the planning job
 JOBS = ".jobs"  # leases of all running jobs
 NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
-TRAINING_CHARS = 50_000_000  # most characters to train a tokenizer on
 
 # Patterns of files that prepare makes.
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)

@@ -45,7 +45,7 @@ def run(argv: list[str]) -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    """Run `emo plan | preflight | score | export-model | merge | top | report` and return the exit code."""
+    """Run one of these commands and return the exit code."""
     args = parse_arguments(make_parser(), argv)
     silence_libraries()
     return exit_code_of(lambda: args.work(args), alone=is_first_of_host())

@@ -52,33 +52,30 @@ class RunConfig(Section):
             raise ValueError(
                 "train.head_lr_ratio=1 goes with model.lora, whose adapters leave the head alone"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_selection(self) -> RunConfig:
-        train = self.train
-        metrics = {"keep_best": train.keep_best}
-        if train.early_stopping is not None:
-            metrics["early_stopping"] = train.early_stopping.metric
-        sets = self.data.validation_sets
-        for key, metric in metrics.items():
-            name = (metric or "").rpartition("/")[0]
-            if metric is not None and not (train.eval_steps and sets):
-                raise ValueError(f"train.{key} needs train.eval_steps and a validation set")
-            if (
-                metric is not None
-                and metric.endswith("divergence")
-                and self.objective.resolved_teacher is None
-            ):
-                raise ValueError(f"train.{key}={metric} needs objective.teacher, which is not set")
-            if name and name not in sets:
-                raise ValueError(f"train.{key}={metric} names no validation set. There are {', '.join(sets)}")
         lora = self.model.lora
         if lora is not None and lora.path is not None and self.objective.resolved_teacher == BASE:
             raise ValueError(
                 "objective.teacher=base is the model without the adapter in model.lora.path. "
                 "Set model.path to the merged model instead"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_selection(self) -> RunConfig:
+        train = self.train
+        metrics = {"keep_best": train.keep_best}
+        metrics["early_stopping"] = None if train.early_stopping is None else train.early_stopping.metric
+        sets = self.data.validation_sets
+        for key, metric in metrics.items():
+            if metric is None:
+                continue
+            name, _, measure = metric.rpartition("/")
+            if not (train.eval_steps and sets):
+                raise ValueError(f"train.{key} needs train.eval_steps and a validation set")
+            if measure == "divergence" and self.objective.resolved_teacher is None:
+                raise ValueError(f"train.{key}={metric} needs objective.teacher, which is not set")
+            if name and name not in sets:
+                raise ValueError(f"train.{key}={metric} names no validation set. There are {', '.join(sets)}")
         if train.load_best_at_end and train.keep_best is None:
             raise ValueError("train.load_best_at_end needs train.keep_best, for example nll")
         return self

@@ -20,6 +20,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from transformers.integrations import HfDeepSpeedConfig
@@ -342,7 +343,9 @@ class Trainer:
             return
         directory = step_directory(self.config.output_dir, best.step)
         if not gather_objects(directory.is_dir())[0]:
-            log.warning("%s was the best checkpoint and is gone: the best one is chosen anew", directory)
+            log.warning(
+                "%s was the best checkpoint and is gone: later ones are compared without it", directory
+            )
             self.selection.best = None
 
     # The loop
@@ -461,25 +464,29 @@ class Trainer:
 
     def _export(self, step: int, tokens: int) -> None:
         """Export the model, or the best checkpoint with load_best_at_end. All ranks must call."""
-        config = self.config
-        export = config.output_dir / EXPORT
-        best = self.selection.best
-        if not config.train.load_best_at_end or best is None or best.step == step:
-            export_model(self.engine, config, export, self.saver.export_info(step, tokens))
-            return
-        directory = step_directory(config.output_dir, best.step)
-        target = config.train.copy_to
-        is_here: bool = gather_objects(directory.is_dir())[0]
-        if not is_here and target is not None:  # the run came here from its copy
-            copy = raise_on_all_ranks(lambda: copies.RunCopy(target))
-            is_here = fetch(directory.name, config.output_dir, copy, self.world) is not None
-        if not is_here:
-            log.warning("%s was the best checkpoint and is gone: the last model is exported", directory)
-            export_model(self.engine, config, export, self.saver.export_info(step, tokens))
+        export = self.config.output_dir / EXPORT
+        directory = self._find_best(step) if self.config.train.load_best_at_end else None
+        if directory is None:
+            export_model(self.engine, self.config, export, self.saver.export_info(step, tokens))
             return
 
         def export_best() -> None:
             export_checkpoint(directory, export)
 
         run_on_main(self.world, export_best)
-        log.info("exported the best checkpoint, after step %d (%s %.4g)", *best)
+        log.info("exported the best checkpoint, %s", directory.name)
+
+    def _find_best(self, step: int) -> Path | None:
+        """Return the best checkpoint, or None if it is gone or of the last step. All ranks must call."""
+        best = self.selection.best
+        target = self.config.train.copy_to
+        if best is None or best.step == step:
+            return None
+        directory = step_directory(self.config.output_dir, best.step)
+        is_here: bool = gather_objects(directory.is_dir())[0]
+        if not is_here and target is not None:  # the run came here from its copy
+            copy = raise_on_all_ranks(lambda: copies.RunCopy(target))
+            is_here = fetch(directory.name, self.config.output_dir, copy, self.world) is not None
+        if not is_here:
+            log.warning("%s was the best checkpoint and is gone: the last model is exported", directory)
+        return directory if is_here else None

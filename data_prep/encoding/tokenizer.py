@@ -34,6 +34,7 @@ FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *
 CHAT_TEMPLATE = "chat_template.jinja"  # in older tokenizers it is in tokenizer_config.json
 FILE_BYTES = 256 << 20  # largest file of a tokenizer. The largest published ones have 35 MB
 MAX_IDS = 1 << 24
+TRAINING_CHARS = 50_000_000  # most characters to train a tokenizer on
 # Types of sentencepiece pieces.
 NORMAL = 1
 UNKNOWN = 2

@@ -1,7 +1,7 @@
-"""Extend the vocabulary of a BPE tokenizer: training continues where it ended.
+"""Extend the vocabulary of a BPE tokenizer by continuing its training.
 
-The tokenizer keeps its ids and merges. New merges come after them, so a text without a new piece is encoded
-as before. Added tokens of `tokenizers` would not do: they are cut out of words before any merge.
+The tokenizer keeps its ids and merges. New merges have a lower priority, so a text without a new piece is
+encoded as before. `Tokenizer.add_tokens` is no substitute, because added tokens are matched before any merge.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tokenizers import Tokenizer
 
 from emo.common.errors import UserError
 
+from .tokenizer import TRAINING_CHARS
+
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a piece of SentencePiece's byte fallback
 WORDS = re.compile("▁*[^▁]+|▁+")  # of tokenizers that mark spaces instead of splitting at them
-TRAINING_CHARS = 50_000_000
 
 
 @dataclass
@@ -31,7 +32,6 @@ class Extension:
     parts: dict[int, list[int]]  # new id -> old ids. Special tokens have none
     tokens_before: int  # tokens of the training text with the old vocabulary
     tokens_after: int
-    characters: int
 
 
 class _Words:
@@ -92,88 +92,87 @@ def extend_vocabulary(
     for token in tree["added_tokens"]:  # otherwise their ids would follow the longer vocabulary
         vocabulary.setdefault(token["content"], token["id"])
     names = {number: piece for piece, number in vocabulary.items()}
+    size = max(names) + 1
     parts: dict[int, list[int]] = {}
-    counted, characters = _count_words(tokenizer, texts)
 
-    def add(piece: str, old: list[int]) -> int:
-        new = max(names) + 1
+    def add(piece: str, old: Sequence[int]) -> int:
+        new = size + len(parts)
         vocabulary[piece] = new
         names[new] = piece
         parts[new] = [part for number in old for part in parts.get(number, [number])]
         return new
 
+    counted = _count_words(tokenizer, texts)
+    characters = _missing_characters(tokenizer, counted, pieces // 2)
+    by_bytes = {ids: add(char, ids) for char, ids in characters.items()}
     words: dict[tuple[int, ...], int] = Counter()
     before = 0
-    units = _missing_characters(tokenizer, counted, pieces // 2)
     for word, count in counted.items():
         ids = [token.id for token in tokenizer.model.tokenize(word)]
         before += len(ids) * count
-        for char in set(word) & units.keys():
-            if char not in vocabulary:
-                add(char, units[char])
-        words[tuple(_with_characters(ids, units, vocabulary))] += count
+        words[_with_characters(ids, by_bytes)] += count
     state = _Words(words)
+    as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)  # as in older files
     while len(parts) < pieces and state.pairs:
         pair, count = min(state.pairs.items(), key=lambda item: (-item[1], item[0]))
         if count < 2:
             break
-        piece = names[pair[0]] + names[pair[1]]
-        if piece in vocabulary or any(BYTE.fullmatch(names[number]) for number in pair):
+        merge = [names[number] for number in pair]
+        piece = "".join(merge)
+        if piece in vocabulary or any(map(BYTE.fullmatch, merge)):
             del state.pairs[pair]
             continue
-        old_style = bool(model["merges"]) and isinstance(model["merges"][0], str)
-        merge = [names[pair[0]], names[pair[1]]]
-        model["merges"].append(" ".join(merge) if old_style else merge)
-        state.merge(pair, add(piece, list(pair)))
+        model["merges"].append(" ".join(merge) if as_text else merge)
+        state.merge(pair, add(piece, pair))
     extended = Tokenizer.from_str(json.dumps(tree))
     added = [token for token in special if token not in vocabulary]
     extended.add_special_tokens(added)
     numbers = extended.get_vocab()
     parts |= {numbers[token]: [] for token in added}
-    return Extension(extended, parts, before, state.total, characters)
+    return Extension(extended, parts, before, state.total)
 
 
-def _count_words(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[dict[str, int], int]:
-    """Return how often each word occurs in at most TRAINING_CHARS characters, and their number."""
+def _count_words(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:
+    """Return how often each word occurs in at most TRAINING_CHARS characters."""
     counted: Counter[str] = Counter()
     characters = 0
     for text in texts:
         characters += len(text)
         normalized = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
-        split = tokenizer.pre_tokenizer
-        stretches = (
-            [normalized] if split is None else [part for part, _ in split.pre_tokenize_str(normalized)]
-        )
+        stretches = [normalized]
+        if tokenizer.pre_tokenizer is not None:
+            stretches = [part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized)]
         for stretch in stretches:
             counted.update(WORDS.findall(stretch) if "▁" in stretch else [stretch])
         if characters >= TRAINING_CHARS:
             break
-    return counted, characters
+    return counted
 
 
-def _missing_characters(tokenizer: Tokenizer, counted: dict[str, int], most: int) -> dict[str, list[int]]:
-    """Return the most frequent characters that are encoded as bytes, with the ids of these bytes."""
+def _missing_characters(
+    tokenizer: Tokenizer, counted: dict[str, int], most: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the `most` most frequent characters that are encoded as bytes, with the ids of their bytes."""
     frequency: Counter[str] = Counter()
     for word, count in counted.items():
         for char in word:
             frequency[char] += count
-    units: dict[str, list[int]] = {}
+    characters: dict[str, tuple[int, ...]] = {}
     for char, _ in sorted(frequency.items(), key=lambda item: (-item[1], item[0])):
-        tokens = tokenizer.model.tokenize(char) if len(units) < most else []
+        if len(characters) == most:
+            break
+        tokens = tokenizer.model.tokenize(char)
         if len(tokens) > 1 and all(BYTE.fullmatch(token.value) for token in tokens):
-            units[char] = [token.id for token in tokens]
-    return units
+            characters[char] = tuple(token.id for token in tokens)
+    return characters
 
 
-def _with_characters(ids: list[int], units: dict[str, list[int]], vocabulary: dict[str, int]) -> list[int]:
-    """Replace the bytes of characters that have a piece now."""
-    if not units:
-        return ids
-    by_bytes = {tuple(old): vocabulary[char] for char, old in units.items() if char in vocabulary}
+def _with_characters(ids: list[int], by_bytes: dict[tuple[int, ...], int]) -> tuple[int, ...]:
+    """Replace the bytes of each character that has a piece now, which `by_bytes` names."""
     result: list[int] = []
     position = 0
     while position < len(ids):
         length = next((n for n in (4, 3, 2) if tuple(ids[position : position + n]) in by_bytes), 0)
         result.append(by_bytes[tuple(ids[position : position + length])] if length else ids[position])
         position += length or 1
-    return result
+    return tuple(result)

@@ -62,7 +62,7 @@ def write_harness(model: Model, out: Path, data: str | None, tasks: str = "") ->
         data: Source of the rows. Without it no samples are written.
         tasks: Comma-separated files of tasks that are not built in.
     """
-    foreign = {task: r for task, r in {**model.results, **model.measured}.items() if "metrics" in r}
+    foreign = {task: r for task, r in model.all_results.items() if "metrics" in r}
     figures_of_tasks = [f for f in read_figures(model) if f.task not in foreign] if model.results else []
     value = _results(model, figures_of_tasks)
     for task, result in foreign.items():

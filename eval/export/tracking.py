@@ -110,7 +110,7 @@ def _point(model: Model) -> dict[str, Any]:
         point[f"eval/{figures.task}/accuracy"] = figures.accuracy.value
         point[f"eval/{figures.task}/accuracy_stderr"] = figures.accuracy.stderr
         point[f"eval/{figures.task}/macro_f1"] = figures.result["macro_f1"]
-    for task, result in {**model.results, **model.measured}.items():
+    for task, result in model.all_results.items():
         point |= {f"eval/{task}/{metric}": number for metric, number in result.get("metrics", {}).items()}
     if all_of_model:
         point["eval/mean_accuracy"] = sum(f.accuracy.value for f in all_of_model) / len(all_of_model)

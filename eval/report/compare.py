@@ -61,7 +61,7 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
     uneven: dict[str, str] = {}
     estimates = {}
     for task in tasks:
-        first, second = ({**m.results, **m.measured}.get(task) for m in (a, b))
+        first, second = (m.all_results.get(task) for m in (a, b))
         if first is None or second is None:
             continue
         try:
@@ -137,7 +137,7 @@ def _describe_tasks(
         }
         measures[task] = {"difference": value, **facts}
     described = {}
-    for (task, p), p_holm in zip(paired.items(), adjusted, strict=False):
+    for (task, p), p_holm in zip(paired.items(), adjusted[: len(paired)], strict=True):
         direction = _direction(p.difference, p.interval, p_holm, alpha)
         if (p.only_b - p.only_a) * direction <= 0:  # rows and groups disagree
             direction = 0

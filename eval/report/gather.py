@@ -120,7 +120,7 @@ class Report:
     def harness_results(self) -> list[tuple[str, Model, dict[str, Any]]]:
         """Return task, model and result of lm-eval's tasks, task by task."""
         tasks = [*self.tasks, *self.measured]
-        found = [(task, m, {**m.results, **m.measured}.get(task)) for task in tasks for m in self.models]
+        found = [(task, m, m.all_results.get(task)) for task in tasks for m in self.models]
         return [(task, model, result) for task, model, result in found if result and "metrics" in result]
 
     def against_first(self, model: Model) -> tuple[str, Comparison] | None:

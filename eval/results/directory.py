@@ -90,6 +90,11 @@ class Model:
         return {task: view["result"] for task, view in self.views.items()}
 
     @property
+    def all_results(self) -> dict[str, dict[str, Any]]:
+        """The results of all tasks, with and without an accuracy."""
+        return {**self.results, **self.measured}
+
+    @property
     def measured(self) -> dict[str, dict[str, Any]]:
         """The result of every task without accuracy."""
         return {task: view["result"] for task, view in self.measures.items()}

@@ -17,7 +17,7 @@ from ..batches.config import count_steps
 from ..config import RunConfig, TrainConfig
 from ..control.run_dir import CONFIG, TRUNK, checkpoints, step_directory
 from ..control.world import World, raise_on_all_ranks
-from ..engine.schedule import ScheduleConfig, check_branch_steps, lr_at
+from ..engine.schedule import ScheduleConfig, lr_at
 from .claims import IDENTITY, compare_keys
 from .copies import RunCopy
 from .identity import Identity, check_unchanged
@@ -66,20 +66,18 @@ def check_branch(config: RunConfig, identity: Identity, rows: int) -> None:
         recorded = dict(read_written(file))
     compare_keys(trunk.target, recorded, step, config, BRANCH_KEYS)
     check_unchanged(trunk.target, recorded.get(IDENTITY), identity)
-    _check_steps(config.train, TrainConfig.model_validate(recorded["train"]), step, rows)
+    _check_rate(f"{trunk.target}/{name}", TrainConfig.model_validate(recorded["train"]), step, rows)
     for record in trunk.list_validation():
         if FIRST_VALIDATION.search(record):
             trunk.fetch_record(record, config.output_dir)
     write_text(config.output_dir / TRUNK, content.decode("utf-8"))
 
 
-def _check_steps(branch: TrainConfig, trunk: TrainConfig, step: int, rows: int) -> None:
-    """Raise UserError unless the trunk is at its peak rate at `step`, and the branch ends later."""
-    check_branch_steps(branch, count_steps(branch, rows))
+def _check_rate(address: str, trunk: TrainConfig, step: int, rows: int) -> None:
+    """Raise UserError unless the learning rate of the trunk was at its peak until `step`."""
     rate = lr_at(trunk, step - 1, count_steps(trunk, rows))
     if rate != trunk.learning_rate:
-        where = f"train.decay_from={branch.decay_from}"
-        problem = f"{where}: that run has a learning rate of {rate:g} there, below its peak"
+        problem = f"train.decay_from={address}: the learning rate there is {rate:g}, below its peak"
         cure = "Name a checkpoint after its warm-up and before its decay"
         raise UserError(f"{problem}. {cure}", code="decay-from")
 

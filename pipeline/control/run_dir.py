@@ -1,6 +1,7 @@
 """The files of a run directory and how to read them. This module imports no large library.
 
 config.yaml      the resolved configuration, and the identity of its inputs (identity.py)
+trunk.yaml       config.yaml of the run that train.decay_from names
 data_hashes.json the shards whose content was verified
 metrics.jsonl    a line per logged step, and per validation set and validated step
 validation/      the NLL of every document of each validation set, by step (monitor/validation.py), and the

@@ -32,7 +32,7 @@ from ..engine.devices import family_supports, usable_attention
 from ..engine.engine import Engine
 from ..loss import fuse_model, probe_model
 from ..loss.models.head import packing_problem, uses_segments
-from .adapters import add_lora, check_adapter, load_adapter
+from .adapters import add_lora, load_adapter
 from .config import ModelConfig
 from .kernels import use_liger
 from .objectives import Losses
@@ -187,8 +187,7 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     trained: nn.Module = model
     if config.model.lora is not None:  # before the head is fused: peft finds layers by class
         trained = add_lora(model, config.model, config.train.seed)
-        if config.model.lora.path is not None:
-            check_adapter(trained, config.model.lora)
+        if config.model.lora.path is not None:  # `check_run` has checked that it fits
             load_adapter(trained, config.model.lora.path)
     smoothing = config.objective.label_smoothing
     z_loss = config.objective.z_loss

@@ -61,6 +61,11 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
 
+    @property
+    def exported(self) -> str:
+        """Return what an export contains: merged, adapter or both."""
+        return "merged" if self.lora is None else self.lora.export
+
     @model_validator(mode="after")
     def _is_consistent(self) -> ModelConfig:
         if self.path is None and self.architecture is None:

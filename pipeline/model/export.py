@@ -149,7 +149,7 @@ def write_content(
     copied: ModelCopy, config: RunConfig, directory: Path, write_settings: Callable[[Path], object]
 ) -> None:
     """Write what `model.lora.export` names: the merged model, the adapter, or both."""
-    content = "merged" if config.model.lora is None else config.model.lora.export
+    content = config.model.exported
     if content != "adapter":
         write_weights(copied, directory)
         write_settings(directory)
@@ -165,7 +165,7 @@ def write_weights(copied: ModelCopy, directory: Path) -> None:
     write_shards(directory, saved_tensors(copied.base, exported_names(copied.base), copied.tensors))
 
 
-def complete_export(target: Path, write: Callable[[Path], None], check: Callable[[Path], None]) -> None:
+def complete_export(target: Path, write: Callable[[Path], None], check: Callable[[Path], object]) -> None:
     """Write an export to a new directory, and rename it to `target` once it is checked.
 
     Raises like `write_export`.
@@ -204,7 +204,7 @@ def probe_tokens(base: PreTrainedModel) -> Tensor:
 
 def _stream_model(engine: Engine, config: RunConfig) -> ModelCopy:
     """Return the model and its logits for a few token ids. Its tensors are gathered as they are consumed."""
-    content = "merged" if config.model.lora is None else config.model.lora.export
+    content = config.model.exported
     base = unwrap(engine.model)
     probe = probe_tokens(base)
     engine.ds.eval()

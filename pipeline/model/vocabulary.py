@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from emo.common.errors import UserError
-from emo.common.io.files import reset_modes
 from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer, text_ids
 from emo.data_prep.encoding.vocabulary import Extension, extend_vocabulary
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 
 from ..config import RunConfig
 from .build import check_fits, load_pretrained, model_config
+from .export import complete_export
 
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 MEASURED_DOCUMENTS = 16
@@ -78,13 +78,13 @@ def extend_model(
     ]
     before = measure(model, old, documents)
     resize(model, extension, multiple)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    write_tokenizer(config.data.dir / "tokenizer", extension, partial)
-    after = measure(model, load_tokenizer(partial), documents)
-    reset_modes(partial)
-    partial.rename(target)
+
+    def write(directory: Path) -> None:
+        model.save_pretrained(directory)
+        write_tokenizer(config.data.dir / "tokenizer", extension, directory)
+
+    complete_export(target, write, load_tokenizer)
+    after = measure(model, load_tokenizer(target), documents)
     return Extended(len(extension.parts), before, after)
 
 

@@ -242,7 +242,7 @@ class Metrics(Component):
         if self.active:
             self._file.close()
             for logger in reversed(self._loggers):
-                self._report(logger.close)
+                self._call_tracker(logger.close)
 
     def _write(self, group: str, record: dict[str, Any]) -> dict[str, Any]:
         """Write a record. Return it with None instead of numbers that are not finite.
@@ -257,10 +257,10 @@ class Metrics(Component):
         measured = {key: value for key, value in line.items() if key not in NOT_MEASURED}
         values = dict(_flatten(measured, group))
         for logger in self._loggers:
-            self._report(functools.partial(logger.log, values, step))
+            self._call_tracker(functools.partial(logger.log, values, step))
         return record
 
-    def _report(self, call: Callable[[], None]) -> None:
+    def _call_tracker(self, call: Callable[[], None]) -> None:
         """Call a tracker. Training continues if it fails."""
         try:
             call()

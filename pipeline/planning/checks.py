@@ -105,7 +105,7 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
     sets = [data, *validation.values()]
     resolved = _resolve_model(config, batch, ds_config, objective, sets, local=True, here=True)
     steps = count_steps(config.train, len(data))
-    _check_profile(config.train, steps, ranks)
+    _check_steps(config.train, steps, ranks)
     if config.model.kernels is not None:
         kernels.use_liger(unwrap(resolved.model))
     rehearse_export(resolved.model, config)
@@ -150,9 +150,7 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
     sets = [] if data is None else [data, *validation.values()]
     resolved = _resolve_model(config, batch, ds_config, objective, sets, local=False, here=here)
     steps = train.max_steps if data is None else count_steps(train, len(data))
-    if steps is not None:
-        check_branch_steps(train, steps)
-    _check_profile(train, steps, ranks)
+    _check_steps(train, steps, ranks)
     rehearse_export(resolved.model, config)
     if here or objective.needs_cost:
         _check_cost(config, resolved.hf_config.get_text_config().vocab_size, local=False)
@@ -220,8 +218,10 @@ def _resolve_model(
     return ResolvedRecipe(batch, ds_config, objective, hf_config, model, attention)
 
 
-def _check_profile(train: TrainConfig, steps: int | None, ranks: int) -> None:
-    """Reject steps and ranks to profile that the run does not have."""
+def _check_steps(train: TrainConfig, steps: int | None, ranks: int) -> None:
+    """Reject a decay after the last step, and steps and ranks to profile that the run does not have."""
+    if steps is not None:
+        check_branch_steps(train, steps)
     if train.profile is None:
         return
     if steps is not None and train.profile.steps[1] > steps:
