@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emo.common.causal_lm import IGNORE
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.io.files import sha256
-from emo.common.labels import IGNORE
 from emo.data_prep.shards import scores
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 

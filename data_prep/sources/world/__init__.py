@@ -40,7 +40,7 @@ def corpus(name: str) -> Path:
     return FOLDER / CORPORA[name]
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a compressed file of JSON lines."""
     with pa.input_stream(str(path), compression="zstd") as stream:
         for line in stream.read().splitlines():
@@ -49,7 +49,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 @cache
 def _tasks() -> list[dict[str, Any]]:
-    return list(read_rows(FOLDER / "tasks.jsonl.zst"))
+    return list(read_json_lines(FOLDER / "tasks.jsonl.zst"))
 
 
 def task_rows(task: str, split: str, limit: int | None = None) -> list[dict[str, Any]]:
