@@ -18,13 +18,12 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .chat_templates import EMPTY_THINKING, REASONING, ChatTemplate, RefusedError, Renderer
+from .chat_templates import EMPTY_THINKING, REASONING, ChatTemplate, Message, RefusedError, Renderer
 from .message_forms import (
     CALL_FORMS,
     CALL_PROBE,
     OPEN_TAG,
     PROBE,
-    Message,
     as_parts,
     assistant_indices,
     calls_as_text,

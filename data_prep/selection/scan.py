@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -86,7 +86,15 @@ class InputNote(NamedTuple):
     input: int
     messages: int  # messages of conversations that were left out
     fields: dict[str, int]  # rows by field that the chat template leaves out
-    facts: dict[str, Any]  # columns and identity, if the unit reads the beginning of the input
+    facts: dict[str, object]  # columns and identity, if the unit reads the beginning of the input
+
+
+class PartNote(TypedDict):
+    """The metadata of a part, as JSON."""
+
+    key: str  # hash of everything that the part was made from
+    pieces: list[list[int]]  # input, start, length, rows, checksum
+    inputs: list[InputNote]
 
 
 class ScanPart(NamedTuple):
@@ -241,7 +249,7 @@ class Scan:
 
         `pool` runs a `scanner`. Raises UserError for inputs that cannot be used.
         """
-        note: dict[str, Any] = {"key": self._keys[unit.number], "pieces": [], "inputs": []}
+        note: PartNote = {"key": self._keys[unit.number], "pieces": [], "inputs": []}
         done = sum(self.units[number].size for number in self.parts)
 
         def advance_stretch(count: int) -> None:
@@ -258,7 +266,7 @@ class Scan:
         write_part(self._path(unit), self.config.dedup == "near", batches(), note)
 
     def _scan_stretch(
-        self, stretch: Stretch, left: int | None, pool: WorkerPool, note: dict[str, Any], advance: Advance
+        self, stretch: Stretch, left: int | None, pool: WorkerPool, note: PartNote, advance: Advance
     ) -> Generator[pa.RecordBatch, None, int | None]:
         """Yield the rows of a stretch, and return how many rows its source may still have.
 
@@ -269,7 +277,7 @@ class Scan:
         messages = 0
         beyond = left == 0
         fields: Counter[str] = Counter()
-        facts: dict[str, Any] = {"columns": [], "columns_not_read": []} if begin == 0 else {}
+        facts: dict[str, object] = {"columns": [], "columns_not_read": []} if begin == 0 else {}
         pieces = iter(()) if beyond else reader.pieces(begin, end)
         items = ((number, piece, reader.spec, reader.source.weight, reader.split) for piece in pieces)
         for piece in pool.map(items):
@@ -298,7 +306,7 @@ class Scan:
 # --- parts ------------------------------------------------------------------------------------------------
 
 
-def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: Mapping[str, Any]) -> None:
+def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: PartNote) -> None:
     """Write rows as the part at `path`, with the note as it is after the last batch."""
     schema = pa.schema(list((COLUMNS | (NEAR if near else {})).items()))
     options: Any = {"compression": "zstd", "use_dictionary": False}

@@ -22,7 +22,7 @@ from ..sources.reader import SourceReader
 from ..sources.spec import CODE, REASONS, SELECTION, UNREADABLE
 from .arrow import array_of
 from .near import near_groups
-from .plan import GROUP_ROWS, Plan
+from .plan import GROUP_ROWS, Plan, Summary
 from .scan import BEYOND_LIMIT, COLUMNS, ScanPart
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _summarize(
     inputs: list[SourceReader],
     sources: list[dict[str, Any]],
     first_fault: Callable[[], str],
-) -> dict[str, Any]:
+) -> Summary:
     """Return the counts of rows per input and in total. Raises UserError for a split without rows.
 
     The counts are also added to `sources`.

@@ -28,7 +28,7 @@ class DatasetReader(TableReader):
     def can_skip(self, end: int, start: int) -> bool:
         return start != end  # `skip` takes no time
 
-    def pinned(self) -> dict[str, Any]:
+    def pinned(self) -> dict[str, object]:
         if self.path is None:
             return {"revision": self.source.revision or "not pinned"}
         digests = [identify_file(Path(file["filename"])).sha256 for file in self._dataset.cache_files]
