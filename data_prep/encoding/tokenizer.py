@@ -49,6 +49,7 @@ NEUTRAL_SETTINGS: dict[str, Callable[[Any], bool]] = {
         isinstance(value, list) and all(isinstance(name, str) for name in value)
     ),
 }
+TOKEN_KEYS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")  # of an added token
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 LINE = 1000  # longest line to train on, in characters. sentencepiece leaves out lines above 4,192 bytes
 PROBES = [  # a converted tokenizer must have the ids of the original for these texts
@@ -113,7 +114,9 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
         **names,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "added_tokens_decoder": {str(number): _described(token) for number, token in tokens.items()},
+        "added_tokens_decoder": {
+            str(number): {key: getattr(token, key) for key in TOKEN_KEYS} for number, token in tokens.items()
+        },
     }
     if (template := chat_template(local)) is not None:
         config["chat_template"] = template
@@ -122,12 +125,6 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     facts = _facts(backend, names)
     _FACTS.update({original: facts, _content(directory): facts})
     return facts
-
-
-def _described(token: AddedToken) -> dict[str, str | bool]:
-    """Return the entry of an added token in tokenizer_config.json."""
-    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    return {key: getattr(token, key) for key in keys}
 
 
 def _neutral_settings(local: Path, added: set[str]) -> dict[str, object]:

@@ -53,7 +53,7 @@ class Definition(TypedDict):
     model: Any  # the keys of these three depend on their `type`
     normalizer: Any
     pre_tokenizer: Any
-    added_tokens: list[dict[str, Any]]
+    added_tokens: list[Any]
 
 
 class TextEncoder:

@@ -40,9 +40,9 @@ class Grams(NamedTuple):
     text: np.ndarray  # str [rows]
 
 
-def row_text(row: Mapping[str, Any]) -> str | None:
+def row_text(row: Mapping[str, object]) -> str | None:
     """Return the text of a task's row that is searched for and identifies the row."""
-    return next((row[column] for column in COLUMNS if isinstance(row.get(column), str)), None)
+    return next((text for column in COLUMNS if isinstance(text := row.get(column), str)), None)
 
 
 def row_digest(text: str) -> str:

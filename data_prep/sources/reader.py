@@ -94,7 +94,7 @@ class SourceReader(ABC):
 
     def pinned(self) -> dict[str, object]:
         """Return what identifies the content: the hash of a file, or the revision of a data set."""
-        return identify_file(self.path)._asdict()
+        return identify_file(self.path)
 
     def probe(self) -> None:
         """Raise UserError if the file cannot be opened."""
