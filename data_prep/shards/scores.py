@@ -119,7 +119,7 @@ def clear(data: TokenDataset, name: str) -> None:
     remove_matching(directory(data, name), (ABOUT, BEGUN, "*.npy", f"*{HASH}"))
 
 
-def seal(data: TokenDataset, name: str, model: Mapping[str, object]) -> bool:
+def finish(data: TokenDataset, name: str, model: Mapping[str, object]) -> bool:
     """Write the description of the scores if every shard has scores. Return False if some are missing."""
     shards = []
     for index, info in enumerate(data.manifest.shards):

@@ -69,7 +69,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_
             if scores.written_hash(path) is None:
                 shard_scores = _score_shard(model, data, shard, config.train.micro_batch_size, top_k)
                 scores.write_scores(path, shard_scores)
-        complete = scores.seal(data, name, identity) and complete
+        complete = scores.finish(data, name, identity) and complete
     return complete
 
 
