@@ -146,7 +146,7 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
         for name, *amounts in zip(names, *counts, strict=True)
         if name in documents or amounts[0]
     ]
-    yield from _unequal(path, info, {"domains": domains} | totals(domains))
+    yield from _unequal(path, info, {"domains": domains, **totals(domains)})
 
 
 def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
