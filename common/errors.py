@@ -11,6 +11,7 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import Any, Self
 
 from .text import printable, without_secrets
@@ -122,6 +123,20 @@ def may_pass(error: OSError) -> bool | None:
     if isinstance(error, DiskFullError) or error.errno in TRANSIENT:
         return True
     return False if isinstance(error, PERMANENT) or error.errno in PERMANENT_NUMBERS else None
+
+
+@cache
+def error_index() -> dict[str, dict[str, str]]:
+    """Return the cause and the fix of each error code, from `errors.yaml`."""
+    import yaml
+
+    return yaml.safe_load(pathlib.Path(__file__).with_name("errors.yaml").read_text(encoding="utf-8"))
+
+
+def explain_code(code: str) -> str | None:
+    """Return the explanation of an error code, or None if there is no such code."""
+    entry = error_index().get(code.strip("[]"))
+    return None if entry is None else f"{entry['cause']}\n\n{entry['fix']}"
 
 
 def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:

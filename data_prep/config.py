@@ -195,13 +195,12 @@ class DataConfig(Section):
 
     @field_validator("template_variables")
     @classmethod
-    def _as_json(cls, variables: dict[str, Any]) -> dict[str, Any]:
+    def _as_json(cls, variables: dict[str, object]) -> dict[str, object]:
         """Return the variables as JSON values: YAML parses a day as a date."""
         try:
-            tree: dict[str, Any] = json.loads(json.dumps(variables, default=str, allow_nan=False))
+            return json.loads(json.dumps(variables, default=str, allow_nan=False))
         except ValueError:
             raise ValueError("numbers must be finite") from None
-        return tree
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -281,7 +280,7 @@ def describe_set(name: str) -> str:
     return "validation set" if name == VALIDATION else f"validation set {name}"
 
 
-def splits_made(prepared: Mapping[str, Any]) -> tuple[str, ...]:
+def splits_made(prepared: Mapping[str, object]) -> tuple[str, ...]:
     """Return the splits of prepared data with these `settings`, which may be from an untrusted file."""
     sets = prepared.get("validation")
     if isinstance(sets, dict):
@@ -332,7 +331,7 @@ def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:
 
     Without `reports`, only settings that change the rows are returned.
     """
-    tree: dict[str, Any] = _effective_fields(config, reports)
+    tree = _effective_fields(config, reports)
     if isinstance(config.validation, dict):  # JSON mappings have no order
         tree["validation_sets"] = list(config.validation_sets)
     return tree | {"template_version": VERSIONS[config.template] if config.kind == "instruct" else None}
@@ -357,7 +356,7 @@ def _effective_fields(value: Any, reports: bool) -> Any:
 
 
 def differences(
-    prepared: Mapping[str, Any], config: DataConfig, reports: bool = True
+    prepared: Mapping[str, object], config: DataConfig, reports: bool = True
 ) -> list[tuple[str, Any, Any]]:
     """Return how a configuration differs from prepared `settings`: key, old value, new value."""
     ignored = set() if reports else set.union(*(marked(DataConfig, name) for name in REPORTS))
@@ -377,7 +376,7 @@ def _differences(key: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]
         yield key, was, now
 
 
-def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataConfig) -> None:
+def check_prepared(directory: Path, prepared: Mapping[str, object], config: DataConfig) -> None:
     """Raise UserError if the rows in a directory differ from the recipe.
 
     prepared: the settings in the manifest. Fields that do not change rows may differ.

@@ -7,11 +7,11 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import yaml
@@ -185,7 +185,7 @@ def _unreadable(look: Look, how: str = "") -> UserError:
 
 def _look(files: str, kind: str, proposed: dict[str, str], template: str | None, form: str = "auto") -> Look:
     """Return the first piece of a source, parsed in one way."""
-    source: dict[str, Any] = {"files": files, "format": form} | ({"columns": proposed} if proposed else {})
+    source = {"files": files, "format": form, "columns": proposed or None}
     tree = {"dir": "prepared", "kind": kind, "tokenizer": "any", "sources": [source]}
     config = parse_section(DataConfig, tree | ({} if template is None else {"template": template}), "data")
     inputs = open_inputs(config)
@@ -213,30 +213,30 @@ def _reject_unwritable(look: Look, chat: ChatTemplate) -> Look:
     return look._replace(rows=rows)
 
 
-def guess_columns(row: dict[str, Any], kind: str) -> dict[str, str]:
+def guess_columns(row: Mapping[str, object], kind: str) -> dict[str, str]:
     """Return a proposal for `columns` by the names and values of one row, or {} without a plausible one.
 
     Parts with known columns are left out. Columns of rejected answers are not used, and rows with several
     numbered answers have no proposal, because another column may hold the preference.
     """
     row = {name: value for name, value in row.items() if not _REJECTED.search(str(name))}
-    texts = [str(name) for name, value in row.items() if isinstance(value, str)]
+    texts = {str(name): value for name, value in row.items() if isinstance(value, str)}
     stems = Counter(match[1] for match in map(_NUMBERED.fullmatch, texts) if match)
     several = {name for name in texts if (match := _NUMBERED.fullmatch(name)) and stems[match[1]] > 1}
     if any(_ANSWERING.search(name) for name in several):
         return {}
     lists = ((name, value) for name, value in row.items() if isinstance(value, list) and value)
-    chats = (name for name, chat in lists if isinstance(chat[0], dict) and len(chat[0]) > 1)
+    chats = ((str(name), chat[0]) for name, chat in lists if isinstance(chat[0], dict) and len(chat[0]) > 1)
     parts: dict[str, str | None]
     if kind == "text":
-        longest = max(texts, key=lambda name: len(row[name]), default=None)
+        longest = max(texts, key=lambda name: len(texts[name]), default=None)
         parts = {"text": first_present(row, NAMES["text"]) or longest}
-    elif (column := next(chats, None)) is not None:
-        message = row[column][0]
+    elif (chat := next(chats, None)) is not None:
+        column, message = chat
         keys = [name for name, value in message.items() if isinstance(value, str)]
         role = first_present(message, NAMES["role"]) or next(filter(_SPEAKING.search, keys), None)
         content = first_present(message, NAMES["content"]) or next((key for key in keys if key != role), None)
-        parts = {"messages": str(column), "role": role, "content": content}
+        parts = {"messages": column, "role": role, "content": content}
     else:
         prompt = first_present(row, NAMES["instruction"]) or next(filter(_ASKING.search, texts), None)
         others = [name for name in texts if name not in (prompt, *NAMES["input"], *NAMES["system"])]
@@ -356,7 +356,7 @@ def make_recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int
     size = look.input.size * look.files
     source = {"files": files if "://" in files else str(Path(files).expanduser().absolute())}
     shards = min(64, max(1, size // SHARD_BYTES))
-    data: dict[str, Any] = {"dir": f"runs/data/{Path(files).name.split('.')[0] or 'data'}"}
+    data: dict[str, object] = {"dir": f"runs/data/{Path(files).name.split('.')[0] or 'data'}"}
     local = Path(tokenizer) if tokenizer is not None and Path(tokenizer).exists() else None
     data["tokenizer"] = str(local.absolute()) if local else tokenizer or DEFAULT_TOKENIZER
     tokens = sum(lengths)
@@ -366,13 +366,14 @@ def make_recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int
         block = min(4096, 1 << (max(256, longest) - 1).bit_length())
     else:
         block = 1 << min(1024, max(32, tokens // 2)).bit_length() - 1
-    data["sequence_len"] = min(block, (context_of(local) if local else None) or block)
+    block = min(block, (context_of(local) if local else None) or block)
+    data["sequence_len"] = block
     # Every shard of the random validation set must get rows.
     large = isinstance(look.payload, bytes) and look.input.size > len(look.payload)
     enough = (
         large
         or look.config.kind == "instruct"
-        or VALIDATION_SHARE * tokens >= MIN_VALIDATION * data["sequence_len"] * shards
+        or VALIDATION_SHARE * tokens >= MIN_VALIDATION * block * shards
     )
     if enough and VALIDATION_SHARE * len(lengths) >= MIN_VALIDATION:
         data["validation_fraction"] = VALIDATION_SHARE

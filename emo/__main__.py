@@ -137,8 +137,7 @@ def _dispatch(argv: list[str] | None) -> int:
 
 def _help(topic: str) -> int:
     """Print the help of a command, or explain an error code."""
-    from emo.common.errors import ExitCode, UserError, similar
-    from emo.common.explain import error_index, explain_code
+    from emo.common.errors import ExitCode, UserError, error_index, explain_code, similar
 
     if topic in COMMANDS or topic.startswith("-"):
         return main([topic, "--help"])

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import ExitCode, UserError
-from emo.common.labels import IGNORE
 from emo.common.report.numbers import format_interval, formatted
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 from emo.pipeline.config import RunConfig

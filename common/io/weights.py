@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
     fault: str | None  # another fault, as a sentence that begins with a verb: "holds ..."
 
     @staticmethod
-    def of(model: Any, report: dict[str, Any]) -> Loaded:
+    def of(model: Any, report: Mapping[str, Iterable[Any]]) -> Loaded:
         """Combine a model with transformers' report on its files."""
         missing, mismatched, unexpected = (
             sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])

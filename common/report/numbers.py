@@ -89,7 +89,7 @@ def join_words(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def describe(effects: Sequence[Effect], verbs: Verbs, unit: str, form: str = "{:.1f}") -> str:
+def describe_effects(effects: Sequence[Effect], verbs: Verbs, unit: str, form: str = "{:.1f}") -> str:
     """Describe effects in words, one by one, or by counts and the best one if there are more than FEW.
 
     Example: `a improves by 9.0 points and b by 7.5, and c shows no clear change`. The intervals belong in a
@@ -100,7 +100,7 @@ def describe(effects: Sequence[Effect], verbs: Verbs, unit: str, form: str = "{:
     if len(effects) > FEW:
         counts = [f"{len(group)} {verbs[kind][len(group) > 1]}" for kind, group in groups.items() if group]
         best = max(effects, key=lambda e: e.value)
-        return f"{join_words(counts)}. Best: {describe([best], verbs, unit, form)}"
+        return f"{join_words(counts)}. Best: {describe_effects([best], verbs, unit, form)}"
     clauses = []
     for kind, group in groups.items():
         if group and kind:

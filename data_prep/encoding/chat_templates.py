@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from emo.common.errors import UserError, one_line
 
+Message = dict[str, Any]  # a message as a chat template gets it
+
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = "2026-01-01"  # the current date for templates, unless data.template_variables has `date`
 # Variables of templates that data.template_variables cannot set.
@@ -86,7 +88,7 @@ def read_template(
     directory: Path,
     name: str,
     built_in: str = "chat_template",
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, object] | None = None,
     reasoning: str = "mask_empty",
 ) -> ChatTemplate:
     """Return the chat_template for a saved tokenizer. Raises UserError.
@@ -134,7 +136,7 @@ def read_template(
     return ChatTemplate(text, names, specials, written, reasoning)
 
 
-def fixed_date(variables: Mapping[str, Any]) -> datetime.date:
+def fixed_date(variables: Mapping[str, object]) -> datetime.date:
     """Return the date for templates from data.template_variables."""
     return datetime.date.fromisoformat(str(variables.get("date", DATE)))
 
@@ -145,7 +147,7 @@ class Renderer:
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
         self.marked = bool(MARKED.search(template.text))
-        self._variables: dict[str, Any] = dict(template.names) | json.loads(template.variables)
+        self._variables: dict[str, object] = {**dict(template.names), **json.loads(template.variables)}
         self._text = template.text
         if "strftime_now" in template.text:
             day = fixed_date(self._variables)
@@ -177,7 +179,7 @@ class Renderer:
         except RefusedError:
             return False
 
-    def protect(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
+    def protect(self, messages: list[Message], tools: Any) -> tuple[list[Message], Any]:
         """Return messages and tools in which special tokens are marked as text."""
         from transformers.utils.chat_template_utils import mark_control_tokens
 
@@ -190,7 +192,7 @@ class Renderer:
         return protected, mark_control_tokens(tools, self.patterns[False][0])
 
     def write(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False, spans: bool = False
+        self, messages: Sequence[Message], tools: Any, prompt: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of the template and, with `spans`, the spans that it marks. Raises RefusedError.
 

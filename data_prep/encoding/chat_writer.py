@@ -18,13 +18,12 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .chat_templates import EMPTY_THINKING, REASONING, ChatTemplate, RefusedError, Renderer
+from .chat_templates import EMPTY_THINKING, REASONING, ChatTemplate, Message, RefusedError, Renderer
 from .message_forms import (
     CALL_FORMS,
     CALL_PROBE,
     OPEN_TAG,
     PROBE,
-    Message,
     as_parts,
     assistant_indices,
     calls_as_text,
@@ -50,7 +49,7 @@ REQUIRED = (
 Span = tuple[int, int]  # start and stop, in characters
 
 
-class Answer(NamedTuple):
+class AnswerSpan(NamedTuple):
     """An answer in the text of an example."""
 
     number: int  # among the assistant's messages
@@ -63,7 +62,7 @@ class ChatExample(NamedTuple):
     """A text to train on."""
 
     text: str
-    answers: tuple[Answer, ...]  # the supervised ones
+    answers: tuple[AnswerSpan, ...]  # the supervised ones
 
 
 class Edit(NamedTuple):
@@ -227,7 +226,7 @@ class ChatWriter:
             if self.template.reasoning != "keep":
                 empty = EMPTY_THINKING.match(written.text, start, stop)
                 masked = empty.end() - start if empty else 0
-            answers.append(Answer(number, start, stop, masked))
+            answers.append(AnswerSpan(number, start, stop, masked))
         return ChatExample(written.text, tuple(answers))
 
     # --- one answer ---------------------------------------------------------------------------------------

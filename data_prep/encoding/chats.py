@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emo.common.errors import UserError
 
-from .chat_templates import ChatTemplate, RefusedError, fixed_date
+from .chat_templates import ChatTemplate, Message, RefusedError, fixed_date
 from .chat_writer import ChatWriter
-from .message_forms import PROBE, Message
+from .message_forms import PROBE
 from .templates import Chat
 
 if TYPE_CHECKING:  # commands start faster without it

@@ -6,9 +6,7 @@ import json
 import re
 from typing import Any
 
-from .chat_templates import REASONING, THOUGHT
-
-Message = dict[str, Any]  # a message as a chat template gets it
+from .chat_templates import REASONING, THOUGHT, Message
 
 PROBE: list[Message] = [
     {"role": "user", "content": "Hello"},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .chat_templates import THINK
+from .chat_templates import THINK, Message
 
 FIRST = 0x100000  # the first sign
 MAX_SIGNS = 0xFFF0  # largest number of signs
@@ -20,7 +20,7 @@ INSIDE = "thinking in content"
 class SignedChat:
     """Messages and tools with signs around each text in them."""
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+    def __init__(self, messages: Sequence[Message], tools: Any) -> None:
         self.fields: list[tuple[int, str]] = []  # by sign: index of the message or -1, and the field
         self.messages = [self._sign_message(owner, message) for owner, message in enumerate(messages)]
         self.tools = [self._sign_tool(tool) for tool in tools] if tools else tools
@@ -67,7 +67,7 @@ class SignedChat:
         names = {key: f"tool_calls.{key}" if key in ("name", "arguments") else field for key in value}
         return {k: v if k in STEERING else self._sign_call(v, owner, names[k]) for k, v in value.items()}
 
-    def _sign_message(self, owner: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _sign_message(self, owner: int, message: Message) -> Message:
         signed = dict(message)
         field = FIELDS.get(message["role"], "content")
         for key, value in message.items():
@@ -83,7 +83,7 @@ class SignedChat:
                 signed[key] = self._sign_text(value, owner, key)
         return signed
 
-    def _sign_tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+    def _sign_tool(self, tool: Any) -> Any:
         if isinstance(tool.get("function"), dict):
             return tool | {"function": self._sign_tool(tool["function"])}
         if isinstance(tool.get("name"), str):

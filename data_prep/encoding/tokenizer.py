@@ -49,6 +49,7 @@ NEUTRAL_SETTINGS: dict[str, Callable[[Any], bool]] = {
         isinstance(value, list) and all(isinstance(name, str) for name in value)
     ),
 }
+TOKEN_KEYS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")  # of an added token
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 LINE = 1000  # longest line to train on, in characters. sentencepiece leaves out lines above 4,192 bytes
 PROBES = [  # a converted tokenizer must have the ids of the original for these texts
@@ -109,10 +110,14 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     added = {token.content: number for number, token in tokens.items() if token.content not in base}
     if copied and added:  # for llama.cpp
         (directory / ADDED).write_text(json.dumps(added, indent=1) + "\n", encoding="utf-8")
-    fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    fixed["clean_up_tokenization_spaces"] = False
-    fixed["added_tokens_decoder"] = {str(number): _described(token) for number, token in tokens.items()}
-    config = _neutral_settings(local, {token.content for token in tokens.values()}) | names | fixed
+    config = _neutral_settings(local, {token.content for token in tokens.values()}) | {
+        **names,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": {
+            str(number): {key: getattr(token, key) for key in TOKEN_KEYS} for number, token in tokens.items()
+        },
+    }
     if (template := chat_template(local)) is not None:
         config["chat_template"] = template
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -122,21 +127,15 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     return facts
 
 
-def _described(token: AddedToken) -> dict[str, Any]:
-    """Return the entry of an added token in tokenizer_config.json."""
-    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-    return {key: getattr(token, key) for key in keys}
-
-
-def _neutral_settings(local: Path, added: set[str]) -> dict[str, Any]:
+def _neutral_settings(local: Path, added: set[str]) -> dict[str, object]:
     """Return the settings that do not change the ids of a text, and the special tokens without a role.
 
     Model inputs are token ids and mask unless the tokenizer names others: causal models take no token types.
     """
-    settings: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+    settings: dict[str, object] = {"model_input_names": ["input_ids", "attention_mask"]}
     extra: list[str] = []
     for file in (local / "special_tokens_map.json", local / "tokenizer_config.json"):
-        tree: dict[str, Any] = read_json(file, FILE_BYTES) if local.is_dir() and file.is_file() else {}
+        tree = _read_if_present(file)
         settings |= {key: tree[key] for key, valid in NEUTRAL_SETTINGS.items() if valid(tree.get(key))}
         for key in ("additional_special_tokens", "extra_special_tokens"):
             named = tree.get(key)
@@ -201,7 +200,7 @@ def _content(directory: Path) -> str:
     return json.dumps([(file.name, sha256(file)) for file in files if file.is_file()])
 
 
-def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
+def _facts(backend: Tokenizer, names: dict[str, str]) -> TokenizerFacts:
     """Return the facts of a tokenizer with these special tokens."""
     eos = backend.token_to_id(names.get("eos_token", ""))
     start, _ = added_ids(backend)
@@ -322,12 +321,12 @@ def _local(path: str | Path, revision: str | None) -> Path:
         raise UserError(f"tokenizer {explain_hub_error(str(path), error)}", code="tokenizer") from None
 
 
-def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
+def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, str]]:
     """Return a tokenizer and its special tokens. Raises UserError.
 
     checked: the ids in these files were checked before. The check takes as long as reading them.
     """
-    names: dict[str, Any] = {}
+    names: dict[str, str] = {}
     try:
         if path.is_file():
             backend, names = _from_sentencepiece(path)
@@ -363,7 +362,7 @@ def special_names(directory: Path) -> dict[str, str]:
     """Return the special tokens in the configuration files of a directory."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        tree: dict[str, Any] = read_json(directory / file) if (directory / file).is_file() else {}
+        tree = _read_if_present(directory / file)
         for name in SPECIALS:
             value = tree.get(name)
             value = value.get("content") if isinstance(value, dict) else value
@@ -375,6 +374,11 @@ def special_names(directory: Path) -> dict[str, str]:
     return names
 
 
+def _read_if_present(file: Path) -> Any:
+    """Return the content of a JSON file, or an empty object if there is no such file."""
+    return read_json(file) if file.is_file() else {}
+
+
 def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> None:
     """Make a tokenizer add BOS and EOS according to add_bos_token and add_eos_token of its configuration.
 
@@ -382,7 +386,7 @@ def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> 
     of the post-processor, so that all users of the saved tokenizer get the same ids.
     """
     file = directory / "tokenizer_config.json"
-    settings: dict[str, Any] = read_json(file) if file.is_file() else {}
+    settings = _read_if_present(file)
     current = [[str(backend.id_to_token(number)) for number in ids] for ids in added_ids(backend)]
     wanted = []
     for kind, added in zip(("bos", "eos"), current, strict=True):

@@ -12,7 +12,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -82,7 +81,7 @@ def extend_vocabulary(
 
     Raises UserError for a tokenizer that is not BPE.
     """
-    tree: dict[str, Any] = json.loads(tokenizer.to_str())
+    tree = json.loads(tokenizer.to_str())
     model = tree["model"]
     if model["type"] != "BPE":
         raise UserError(

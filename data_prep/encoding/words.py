@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -45,6 +45,15 @@ WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 WHITE_SPACE = tuple(re.findall(f"[{WHITE}]", "".join(map(chr, range(0x3001)))))
 BYTES = rf"[{WHITE}]*[^{WHITE}]+|[{WHITE}]+"
 BYTES_SPLITTER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+
+
+class Definition(TypedDict):
+    """The content of tokenizer.json, without the parts that are not read here."""
+
+    model: Any  # the keys of these three depend on their `type`
+    normalizer: Any
+    pre_tokenizer: Any
+    added_tokens: list[Any]
 
 
 class TextEncoder:
@@ -146,7 +155,7 @@ class WordCache(dict[str, bytes]):
         return ids
 
 
-def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
+def word_rule(tree: Definition) -> tuple[str, str] | None:
     """Return a pattern of words that can be encoded separately, and the prefix of a text. None: no such rule.
 
     `tree` is the content of tokenizer.json. The rule is proven for two kinds of byte-pair encoders. GPT-2's
@@ -184,10 +193,9 @@ def _content(directory: Path) -> str:
 
 
 @lru_cache(maxsize=1)
-def _tree(content: str) -> dict[str, Any]:
+def _tree(content: str) -> Definition:
     """Return the parsed tokenizer.json, which must not be changed."""
-    tree: dict[str, Any] = json.loads(content)
-    return tree
+    return json.loads(content)
 
 
 def special_tokens(directory: Path) -> tuple[str, ...]:
@@ -215,7 +223,10 @@ def _encoder(content: str, specials: frozenset[str], continuing: bool, markup: b
     """Return the encoder of a tokenizer.json's content. The object is shared and must not be changed."""
     tree = _tree(content)
     if continuing:
-        tree = tree | {part: _without_prefix(tree[part]) for part in ("normalizer", "pre_tokenizer")}
+        tree = tree | {
+            "normalizer": _without_prefix(tree["normalizer"]),
+            "pre_tokenizer": _without_prefix(tree["pre_tokenizer"]),
+        }
         if tree == _tree(content):  # as with GPT-2's kind
             return _encoder(content, specials, False, markup)
         content = json.dumps(tree)
@@ -240,7 +251,7 @@ def _bare(content: str) -> Tokenizer:
     return backend
 
 
-def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
+def _renamed(tree: Definition, specials: frozenset[str]) -> Definition:
     """Return the tokenizer with its special tokens renamed to names that no text contains."""
 
     def name(token: str) -> str:
@@ -259,7 +270,7 @@ def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
     return tree | {"model": model, "added_tokens": added}
 
 
-def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+def _without_prefix(part: Any) -> Any:
     """Return a normalizer or pre-tokenizer without the space before the text."""
     if part is None or part["type"] == "Prepend":
         return None

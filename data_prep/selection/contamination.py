@@ -40,12 +40,12 @@ class Grams(NamedTuple):
     text: np.ndarray  # str [rows]
 
 
-def row_text(row: Mapping[str, Any]) -> str | None:
+def row_text(row: Mapping[str, object]) -> str | None:
     """Return the text of a task's row that is searched for and identifies the row."""
-    return next((row[column] for column in COLUMNS if isinstance(row.get(column), str)), None)
+    return next((text for column in COLUMNS if isinstance(text := row.get(column), str)), None)
 
 
-def digest(text: str) -> str:
+def row_digest(text: str) -> str:
     """Return a digest of a row's text that ignores case and spaces."""
     return hashlib.sha256(folded(text).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -143,7 +143,7 @@ def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[st
             "too_short": int((total[members] == 0).sum()),
             "overlapping": len(hit),
             "contained": int((share[members] == 1).sum()),  # every gram of the row was found
-            SHARED: {digest(str(grams.text[r])): round(float(share[r]), 4) for r in hit},
+            SHARED: {row_digest(str(grams.text[r])): round(float(share[r]), 4) for r in hit},
             "examples": [str(grams.text[r])[:300] for r in worst[:EXAMPLES]],
         }
     return {"ngram": n, "documents": documents, "tasks": tasks}

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -55,14 +55,27 @@ class PlannedRows(NamedTuple):
     copies: np.ndarray  # uint16: how often a row is used
 
 
+class Summary(TypedDict):
+    """The counts of all rows and the facts that shards and manifests need, as JSON."""
+
+    sources: list[dict[str, Any]]  # identity and counts of each source, as in the manifest
+    rejected: dict[str, int]  # rows by reason
+    chars: dict[str, int]  # characters of the used rows of each split
+    notes: NotRequired[list[str]]  # lines for the user, removed before the plan is saved
+    chat_template: NotRequired[str]  # digest
+    tokenizer: NotRequired[dict[str, Any]]  # TokenizerFacts
+    by_words: NotRequired[bool]  # whether words may be encoded separately
+    token_quotas: NotRequired[list[int]]  # most tokens of each training shard, if data.limit_tokens is set
+
+
 class Plan:
     """The rows that each shard takes."""
 
-    def __init__(self, path: Path, pieces: np.ndarray, summary: dict[str, Any]) -> None:
+    def __init__(self, path: Path, pieces: np.ndarray, summary: Summary) -> None:
         """Args:
         path: the Parquet file with COLUMNS, in order of shard and row.
         pieces: int64 [pieces, 5], input, start, length, rows, checksum.
-        summary: identity and counts of each source, rejected rows by reason, characters of each split.
+        summary: the counts of all rows.
         """
         self.path = path
         self.pieces = pieces

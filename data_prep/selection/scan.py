@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +33,7 @@ from ..config import FORMAT, DataConfig, settings
 from ..encoding.chat_templates import ChatTemplate, RefusedError
 from ..encoding.chat_writer import REQUIRED, THOUGHTS, ChatWriter
 from ..encoding.templates import Chat, Conversation
-from ..sources.files import READ_BYTES, open_text
+from ..sources.files import open_text, read_chunks
 from ..sources.reader import Extent, Piece, SourceReader
 from ..sources.rows import JudgedRow, checksum, content_hash, find_columns, judge_rows
 from ..sources.spec import CODE, LEFT_OUT, REASONS, STRUCTURE, Payload, Rejected, RowSpec
@@ -86,7 +86,15 @@ class InputNote(NamedTuple):
     input: int
     messages: int  # messages of conversations that were left out
     fields: dict[str, int]  # rows by field that the chat template leaves out
-    facts: dict[str, Any]  # columns and identity, if the unit reads the beginning of the input
+    facts: dict[str, object]  # columns and identity, if the unit reads the beginning of the input
+
+
+class PartNote(TypedDict):
+    """The metadata of a part, as JSON."""
+
+    key: str  # hash of everything that the part was made from
+    pieces: list[list[int]]  # input, start, length, rows, checksum
+    inputs: list[InputNote]
 
 
 class ScanPart(NamedTuple):
@@ -173,16 +181,6 @@ class Scan:
             text = json.dumps([made_with, unit.stretches, origins], sort_keys=True)
             self._keys.append(hashlib.sha256(text.encode()).hexdigest())
 
-    def first_fault(self) -> str:
-        """Return the problem and the position of the first rejected row, or '' if no row was rejected."""
-        pieces = (piece for unit in self.units for piece in self.parts[unit.number].pieces.tolist())
-        for number, start, length, *_ in pieces:
-            reader = self.inputs[number]
-            if first := _find_rejected(reader, Extent(start, length), self.chat, self.config, REASONS):
-                where, row = first
-                return f"{where}: {row.reason.replace('_', ' ')}" + f" ({row.detail})" * bool(row.detail)
-        return ""
-
     def run(self, first: float, workers: int, ended: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Make parts until all exist or the scan has ended. Units of dead jobs are taken over.
 
@@ -241,7 +239,7 @@ class Scan:
 
         `pool` runs a `scanner`. Raises UserError for inputs that cannot be used.
         """
-        note: dict[str, Any] = {"key": self._keys[unit.number], "pieces": [], "inputs": []}
+        note: PartNote = {"key": self._keys[unit.number], "pieces": [], "inputs": []}
         done = sum(self.units[number].size for number in self.parts)
 
         def advance_stretch(count: int) -> None:
@@ -258,7 +256,7 @@ class Scan:
         write_part(self._path(unit), self.config.dedup == "near", batches(), note)
 
     def _scan_stretch(
-        self, stretch: Stretch, left: int | None, pool: WorkerPool, note: dict[str, Any], advance: Advance
+        self, stretch: Stretch, left: int | None, pool: WorkerPool, note: PartNote, advance: Advance
     ) -> Generator[pa.RecordBatch, None, int | None]:
         """Yield the rows of a stretch, and return how many rows its source may still have.
 
@@ -269,14 +267,14 @@ class Scan:
         messages = 0
         beyond = left == 0
         fields: Counter[str] = Counter()
-        facts: dict[str, Any] = {"columns": [], "columns_not_read": []} if begin == 0 else {}
+        facts: dict[str, object] = {"columns": [], "columns_not_read": []} if begin == 0 else {}
         pieces = iter(()) if beyond else reader.pieces(begin, end)
         items = ((number, piece, reader.spec, reader.source.weight, reader.split) for piece in pieces)
         for piece in pool.map(items):
             rows = piece.rows
             reasons = numbers_of(piece.rows["reason"])
             if self.config.strict and np.isin(reasons, BROKEN).any():
-                raise _broken_row_error(reader, piece.extent, self.chat, self.config)
+                raise self._broken_row_error(reader, piece.extent)
             if left is not None:
                 reasons = np.where(np.arange(len(reasons)) < left, reasons, np.uint8(CODE["limit"]))
                 rows = rows.set_column(list(COLUMNS).index("reason"), "reason", array_of(reasons))
@@ -294,11 +292,56 @@ class Scan:
         note["inputs"].append(InputNote(number, messages, fields, facts))
         return left
 
+    # --- errors -------------------------------------------------------------------------------------------
+
+    def first_fault(self) -> str:
+        """Return the problem and the position of the first rejected row, or '' if no row was rejected."""
+        pieces = (piece for unit in self.units for piece in self.parts[unit.number].pieces.tolist())
+        for number, start, length, *_ in pieces:
+            if first := self._find_rejected(self.inputs[number], Extent(start, length), REASONS):
+                where, row = first
+                return f"{where}: {row.reason.replace('_', ' ')}" + f" ({row.detail})" * bool(row.detail)
+        return ""
+
+    def _broken_row_error(self, reader: SourceReader, extent: Extent) -> UserError:
+        """Return the error for the first row of a piece that breaks the structure of its file."""
+        first = self._find_rejected(reader, extent, STRUCTURE)
+        assert first is not None
+        where, broken = first
+        left_out = broken.reason == LEFT_OUT
+        return UserError(
+            f"{where}: {broken.reason.replace('_', ' ')} ({broken.detail}). Correct it, or set "
+            f"data.strict=false to {'use and' if left_out else 'skip and'} count such rows",
+            code="left-out-by-template" if left_out else "broken-row",
+        )
+
+    def _find_rejected(
+        self, reader: SourceReader, extent: Extent, reasons: Iterable[str]
+    ) -> tuple[str, Rejected] | None:
+        """Return the position and the first row of a piece that is rejected for one of `reasons`."""
+        payload = next(reader.read([extent]))
+        writer = None if self.chat is None else ChatWriter(self.chat)
+        rows = (each.row for each in judge_payload(payload, reader.spec, writer, self.config.strict))
+        faults = (
+            (n, row) for n, row in enumerate(rows) if isinstance(row, Rejected) and row.reason in reasons
+        )
+        if (first := next(faults, None)) is None:
+            return None
+        number, broken = first
+        where = f"row {extent.start + number + 1}"
+        by_line = reader.spec.lines or reader.spec.format == "lines"
+        if by_line and isinstance(reader, TextReader) and isinstance(payload, bytes):
+            lines = [i for i, line in enumerate(payload.split(b"\n")) if line.strip()]
+            with open_text(reader.path) as stream:
+                before = sum(c.count(b"\n") for c in read_chunks(stream, reader.name, extent.start))
+            where = f"line {before + lines[number] + 1}"
+        return f"{reader.name} {where}", broken
+
 
 # --- parts ------------------------------------------------------------------------------------------------
 
 
-def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: Mapping[str, Any]) -> None:
+def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: PartNote) -> None:
     """Write rows as the part at `path`, with the note as it is after the last batch."""
     schema = pa.schema(list((COLUMNS | (NEAR if near else {})).items()))
     options: Any = {"compression": "zstd", "use_dictionary": False}
@@ -424,55 +467,3 @@ def draw_copies(
 def uniform(hashes: np.ndarray, seed: int, salt: int) -> np.ndarray:
     """Return a number in [0, 1) for each content hash, independent for each salt."""
     return mixed(hashes + np.uint64((seed * 4 + salt) * 0x9E3779B97F4A7C15 % 2**64)) / 2.0**64
-
-
-# --- errors -----------------------------------------------------------------------------------------------
-
-
-def _broken_row_error(
-    reader: SourceReader, extent: Extent, chat: ChatTemplate | None, config: DataConfig
-) -> UserError:
-    """Return the error for the first row of a piece that breaks the structure of its file, with its line."""
-    first = _find_rejected(reader, extent, chat, config, STRUCTURE)
-    assert first is not None
-    where, broken = first
-    left_out = broken.reason == LEFT_OUT
-    return UserError(
-        f"{where}: {broken.reason.replace('_', ' ')} ({broken.detail}). Correct it, or set data.strict=false "
-        f"to {'use and' if left_out else 'skip and'} count such rows",
-        code="left-out-by-template" if left_out else "broken-row",
-    )
-
-
-def _find_rejected(
-    reader: SourceReader,
-    extent: Extent,
-    chat: ChatTemplate | None,
-    config: DataConfig,
-    reasons: Iterable[str],
-) -> tuple[str, Rejected] | None:
-    """Return the position and the first row of a piece that is rejected for one of `reasons`."""
-    payload = next(reader.read([extent]))
-    writer = None if chat is None else ChatWriter(chat)
-    rows = (each.row for each in judge_payload(payload, reader.spec, writer, config.strict))
-    faults = ((n, row) for n, row in enumerate(rows) if isinstance(row, Rejected) and row.reason in reasons)
-    if (first := next(faults, None)) is None:
-        return None
-    number, broken = first
-    where = f"row {extent.start + number + 1}"
-    by_line = reader.spec.lines or reader.spec.format == "lines"
-    if by_line and isinstance(reader, TextReader) and isinstance(payload, bytes):
-        lines = [i for i, line in enumerate(payload.split(b"\n")) if line.strip()]
-        where = f"line {_count_lines(reader, extent.start) + lines[number] + 1}"
-    return f"{reader.name} {where}", broken
-
-
-def _count_lines(reader: SourceReader, stop: int) -> int:
-    """Return the number of line breaks in the first `stop` bytes of a text."""
-    count = 0
-    with open_text(reader.path) as stream:
-        while stop > 0:
-            chunk = stream.read(min(READ_BYTES, stop))
-            count = count + chunk.count(b"\n")
-            stop = stop - len(chunk)
-    return count

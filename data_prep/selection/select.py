@@ -22,7 +22,7 @@ from ..sources.reader import SourceReader
 from ..sources.spec import CODE, REASONS, SELECTION, UNREADABLE
 from .arrow import array_of
 from .near import near_groups
-from .plan import GROUP_ROWS, Plan
+from .plan import GROUP_ROWS, Plan, Summary
 from .scan import BEYOND_LIMIT, COLUMNS, ScanPart
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _summarize(
     inputs: list[SourceReader],
     sources: list[dict[str, Any]],
     first_fault: Callable[[], str],
-) -> dict[str, Any]:
+) -> Summary:
     """Return the counts of rows per input and in total. Raises UserError for a split without rows.
 
     The counts are also added to `sources`.
@@ -270,19 +270,18 @@ def _summarize(
     rejected = _rejected(reasons.sum(axis=0))
     if not counts.rows[0]:
         raise UserError(_no_training_rows(config, counts, rejected, first_fault), code="no-training-rows")
-    for number, name in enumerate(config.validation_sets, 1):
-        if not counts.rows[number]:
-            members = reasons[[reader.split == number for reader in inputs]].sum(axis=0)
-            problem = _no_validation_rows(config, name, _rejected(members))
-            raise UserError(
-                f"the {describe_set(name)} is empty: {problem}, or none", code="no-validation-rows"
-            )
     codes = ", ".join(str(CODE[reason]) for reason in SELECTION[:2])
     query = f"SELECT split, count(*) FROM rows WHERE reason IN ({codes}) GROUP BY split"
     dropped: dict[int, int] = dict(db.execute(query).fetchall())
     notes = []
     for number, name in enumerate(config.validation_sets, 1):
         left = counts.rows[number]
+        if not left:
+            members = reasons[[reader.split == number for reader in inputs]].sum(axis=0)
+            problem = _no_validation_rows(config, name, _rejected(members))
+            raise UserError(
+                f"the {describe_set(name)} is empty: {problem}, or none", code="no-validation-rows"
+            )
         if (gone := dropped.get(number, 0)) > left:
             notes.append(
                 f"note: {gone:,} of {left + gone:,} rows of the {describe_set(name)} are copies of training "

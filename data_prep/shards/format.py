@@ -24,11 +24,11 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
+from emo.common.causal_lm import IGNORE
 from emo.common.config.recipe import LARGEST, Section
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import Hashes
 from emo.common.io.untrusted import read_json
-from emo.common.labels import IGNORE
 
 from ..config import FORMAT, MAX_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 

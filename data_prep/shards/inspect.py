@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import UserError
 from emo.common.io.untrusted import read_json
-from emo.common.labels import IGNORE
 from emo.common.text import counted, on_one_line, printable
 
 from ..config import DEFAULT_DOMAIN

@@ -12,7 +12,7 @@ row like its tokens. `pipeline/planning/score.py` writes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def read_shard(path: Path, tokens: int) -> np.ndarray:
     return scores
 
 
-def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
+def begin(data: TokenDataset, name: str, model: Mapping[str, object]) -> None:
     """Reserve the directory for the scores of one model. Several jobs may begin the same scores."""
     folder = directory(data, name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def clear(data: TokenDataset, name: str) -> None:
     remove_matching(directory(data, name), (ABOUT, BEGUN, "*.npy", f"*{HASH}"))
 
 
-def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:
+def finish(data: TokenDataset, name: str, model: Mapping[str, object]) -> bool:
     """Write the description of the scores if every shard has scores. Return False if some are missing."""
     shards = []
     for index, info in enumerate(data.manifest.shards):
@@ -129,7 +129,7 @@ def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:
             return False
         read_shard(path, info.tokens)
         shards.append(ScoredShard(file=path.name, tokens=info.tokens, sha256=digest))
-    about = About(format=FORMAT, data=data.fingerprint, model=model, shards=shards)
+    about = About(format=FORMAT, data=data.fingerprint, model=dict(model), shards=shards)
     write_text(directory(data, name) / ABOUT, about.model_dump_json(indent=1) + "\n")
     return True
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -147,7 +146,7 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
         for name, *amounts in zip(names, *counts, strict=True)
         if name in documents or amounts[0]
     ]
-    yield from _unequal(path, info, {"domains": domains} | totals(domains))
+    yield from _unequal(path, info, {"domains": domains, **totals(domains)})
 
 
 def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
@@ -158,7 +157,7 @@ def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
         parts = totals(o for info in manifest.shards for o in info.domains if o.name == domain.name)
         yield from _unequal(file, domain, parts)
     identity = (manifest.kind, manifest.block, manifest.tokenizer_fingerprint, manifest.shards)
-    expected: dict[str, Any] = totals(manifest.shards) | {
+    expected: dict[str, object] = totals(manifest.shards) | {
         "counts": dict(sum((Counter(info.counts) for info in manifest.shards), Counter())),
         "waste": round(1 - manifest.tokens / max(1, manifest.rows * manifest.block), 6),
         "fingerprint": content_fingerprint(*identity),
@@ -174,7 +173,7 @@ def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     try:
         tree = json.loads((home / SETTINGS).read_text(encoding="utf-8"))
         summary = Plan.load(home / PLAN).summary
-        expected |= {name: summary[name] for name in ("sources", "rejected")}
+        expected |= {"sources": summary["sources"], "rejected": summary["rejected"]}
         if tree != settings | {"format": FORMAT}:
             yield f"{file} was not made with the settings in {home / SETTINGS}"
     except FileNotFoundError:  # a data set may be copied without these files
@@ -184,7 +183,7 @@ def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     yield from _unequal(file, manifest, expected)
 
 
-def _unequal(file: Path, record: Any, expected: dict[str, Any]) -> Iterator[str]:
+def _unequal(file: Path, record: object, expected: Mapping[str, object]) -> Iterator[str]:
     """Yield a fault for every field of a record with an unexpected value."""
     for name, value in expected.items():
         if (recorded := getattr(record, name)) != value:

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from ..config import FORMAT, TRAIN, VALIDATION, DataConfig, settings
 from ..encoding.pack import BlockPacker, PackedRows, packed_rows
 from ..encoding.tokenizer import TokenizerFacts
 from ..selection.arrow import array_of, lists_of
+from ..selection.plan import Summary
 from .encode import Encoded
 from .format import (
     DomainCounts,
@@ -261,9 +262,7 @@ def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
     return info if complete else None
 
 
-def make_manifest(
-    config: DataConfig, summary: dict[str, Any], split: str, infos: list[ShardInfo]
-) -> Manifest:
+def make_manifest(config: DataConfig, summary: Summary, split: str, infos: list[ShardInfo]) -> Manifest:
     """Return the manifest of a split whose shards are complete. Raises UserError if they have no rows.
 
     Args:
@@ -319,7 +318,7 @@ def _no_rows_error(config: DataConfig, split: str) -> UserError:
     return UserError(f"{problem}. {advice} and prepare with --force", code="no-rows")
 
 
-def describe_columns(summary: dict[str, Any]) -> list[str]:
+def describe_columns(summary: Summary) -> list[str]:
     """Return lines for the user with the columns of the sources that are read and that are not."""
     same_columns: dict[tuple[str, str], list[str]] = {}
     for source in summary["sources"]:
@@ -333,7 +332,7 @@ def describe_columns(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def describe_left_out(summary: dict[str, Any]) -> list[str]:
+def describe_left_out(summary: Summary) -> list[str]:
     """Return phrases for the user about rows and messages of the sources that are not used."""
     lost = []
     rejected = summary["rejected"]

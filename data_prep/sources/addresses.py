@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import IO, Any, Literal
@@ -21,7 +21,8 @@ VERSION = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", 
 class RemoteFile:
     """A file at an address, with the parts of Path's interface that readers use."""
 
-    def __init__(self, address: str, system: Any, path: str, info: dict[str, Any]) -> None:
+    def __init__(self, address: str, system: Any, path: str) -> None:
+        info = system.info(path)
         self.address = address
         self._system = system
         self._path = path
@@ -110,10 +111,7 @@ def remote_files(pattern: str) -> list[RemoteFile]:
             paths = [file for file in sorted(system.glob(path)) if web or system.isfile(file)]
         elif not paths and (web or not system.isdir(path)):
             paths = [path]  # `info` fails if it does not exist
-        files = [
-            RemoteFile(file if web else system.unstrip_protocol(file), system, file, system.info(file))
-            for file in paths
-        ]
+        files = [RemoteFile(file if web else system.unstrip_protocol(file), system, file) for file in paths]
     if not files:
         raise UserError(
             f"no file matches {pattern}. Use a pattern of files: {pattern.rstrip('/')}/*.jsonl",
@@ -122,7 +120,7 @@ def remote_files(pattern: str) -> list[RemoteFile]:
     return files
 
 
-def _state(info: dict[str, Any]) -> list[str]:
+def _state(info: Mapping[str, object]) -> list[str]:
     """Return the size, version and times of a file in its file system."""
     return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in VERSION]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..encoding.templates import Chat, Conversation, Exchange
@@ -32,11 +33,11 @@ class Message(NamedTuple):
 
     role: str  # one of ROLES, or the unknown role in the row
     content: str | None
-    extra: dict[str, Any]  # keys that only a chat_template reads: tool_calls, name, reasoning_content ...
+    extra: dict[str, object]  # keys that only a chat_template reads: tool_calls, name, reasoning_content ...
     supervised: bool = True  # False: marked as having no loss
 
 
-def parse_instruction(row: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
+def parse_instruction(row: Mapping[str, object], spec: RowSpec) -> Conversation | Chat:
     """Return an instruction row as a conversation, or as a chat for a chat template. Raises RowError."""
     messages = _read_messages(row, spec)
     if messages is None:
@@ -47,13 +48,11 @@ def parse_instruction(row: dict[str, Any], spec: RowSpec) -> Conversation | Chat
     return _to_conversation(messages, system)
 
 
-def _read_messages(row: dict[str, Any], spec: RowSpec) -> list[Message] | None:
+def _read_messages(row: Mapping[str, object], spec: RowSpec) -> list[Message] | None:
     """Return the messages of a row, or None for a row in Alpaca's columns."""
     column = chat_column(row, spec)
     if column is None and (pair := _prompt_and_completion(row, spec)) is not None:
-        prompt, completion = (
-            [_parse_message(item, f"{name}[{i}]", spec) for i, item in enumerate(row[name])] for name in pair
-        )
+        prompt, completion = (_parse_messages(row, name, spec) for name in pair)
         # The assistant's messages in the prompt are context.
         context = [message._replace(supervised=message.role != "assistant") for message in prompt]
         return [*context, *completion]
@@ -61,12 +60,10 @@ def _read_messages(row: dict[str, Any], spec: RowSpec) -> list[Message] | None:
         return None
     if column is None or column not in row:
         raise missing_column(row, spec.names("messages") if column is None else (column,), spec)
-    if not isinstance(row[column], list):
-        raise wrong_type(column, row[column], "a list of messages")
-    return [_parse_message(item, f"{column}[{i}]", spec) for i, item in enumerate(row[column])]
+    return _parse_messages(row, column, spec)
 
 
-def _prompt_and_completion(row: dict[str, Any], spec: RowSpec) -> tuple[str, str] | None:
+def _prompt_and_completion(row: Mapping[str, object], spec: RowSpec) -> tuple[str, str] | None:
     """Return the columns of a prompt and its completion if both are lists of messages, as in TRL."""
     prompt = spec.find(row, "instruction")
     completion = spec.find(row, "output")
@@ -76,7 +73,15 @@ def _prompt_and_completion(row: dict[str, Any], spec: RowSpec) -> tuple[str, str
     return (prompt, completion) if both_lists else None
 
 
-def _pop_preface(messages: list[Message], row: dict[str, Any], spec: RowSpec) -> tuple[str, str]:
+def _parse_messages(row: Mapping[str, object], column: str, spec: RowSpec) -> list[Message]:
+    """Return the messages in a column of a row."""
+    messages = row[column]
+    if not isinstance(messages, list):
+        raise wrong_type(column, messages, "a list of messages")
+    return [_parse_message(message, f"{column}[{i}]", spec) for i, message in enumerate(messages)]
+
+
+def _pop_preface(messages: list[Message], row: Mapping[str, object], spec: RowSpec) -> tuple[str, str]:
     """Remove the system message from the messages. Return its role, and its text with the system column."""
     name = spec.find(row, "system")
     role = "system"
@@ -106,7 +111,7 @@ def _to_conversation(messages: list[Message], system: str) -> Conversation:
     return Conversation(exchanges, system, len(messages) - len(used), _unsupervised_answers(used))
 
 
-def _parse_alpaca(row: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
+def _parse_alpaca(row: Mapping[str, object], spec: RowSpec) -> Conversation | Chat:
     """Return a row in Alpaca's columns. Raises RowError."""
     names = [spec.find(row, part) for part in ("instruction", "output", "input", "system")]
     if None in names[:2]:
@@ -144,7 +149,9 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     contents = spec.names("content")
     role, content = (message.get(first_present(message, names) or "") for names in (roles, contents))
     keys = (*roles, *contents, *LOSS_KEYS)
-    extra = {k: v for k, v in message.items() if k not in keys and v is not None} if spec.chat else {}
+    extra: dict[str, object] = {}
+    if spec.chat:
+        extra = {k: v for k, v in message.items() if k not in keys and v is not None}
     call = extra.pop("function_call", None)  # OpenAI's older form, and ShareGPT's as a role
     if role == "function_call" and spec.chat:
         call = _parse_json(content)
@@ -180,7 +187,7 @@ def _join_parts(content: list[Any], where: str, name: str) -> str:
     return "".join(map(str, texts))
 
 
-def _is_supervised(message: dict[str, Any], role: str, where: str) -> bool:
+def _is_supervised(message: Mapping[str, object], role: str, where: str) -> bool:
     """Return whether a message carries loss by its LOSS_KEYS."""
     supervised = True
     for key in (*LOSS_KEYS, *UNSUPPORTED_LOSS_KEYS):
@@ -213,7 +220,7 @@ def _bad_roles(messages: list[Message]) -> RowError:
 # --- chats for a chat template ----------------------------------------------------------------------------
 
 
-def _to_chat(messages: list[Message], row: dict[str, Any], spec: RowSpec) -> Chat:
+def _to_chat(messages: list[Message], row: Mapping[str, object], spec: RowSpec) -> Chat:
     """Return messages for a chat_template, which itself decides which order of roles it allows.
 
     The assistant's messages before all others, and all messages after its last one, are left out and counted.
@@ -229,7 +236,7 @@ def _to_chat(messages: list[Message], row: dict[str, Any], spec: RowSpec) -> Cha
     return Chat(to_json(trees), tools, len(messages) - len(used), _unsupervised_answers(used))
 
 
-def _read_tools(row: dict[str, Any], spec: RowSpec) -> str:
+def _read_tools(row: Mapping[str, object], spec: RowSpec) -> str:
     """Return the schemas of a row's tools as JSON, or ''. The column holds a list, or the list as JSON."""
     name = spec.find(row, "tools")
     tools = None if name is None else _parse_json(row[name]) or None
@@ -240,10 +247,10 @@ def _read_tools(row: dict[str, Any], spec: RowSpec) -> str:
     return to_json(tools if isinstance(row[name], str) else without_nulls(tools))
 
 
-def _message_tree(message: Message) -> dict[str, Any]:
+def _message_tree(message: Message) -> dict[str, object]:
     """Return a message as a template gets it: the arguments of tool calls are objects, not JSON text."""
     content = {} if message.content is None else {"content": message.content}
-    tree = {"role": message.role, **content, **message.extra}
+    tree: dict[str, object] = {"role": message.role, **content, **message.extra}
     calls = without_nulls(json.loads(to_json(message.extra.get("tool_calls"))))  # a copy
     if calls:
         tree["tool_calls"] = calls

@@ -7,7 +7,7 @@ import lzma
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import signature
@@ -24,13 +24,6 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 AGAIN = "run prepare with --force to start over"
 
 File = Path | RemoteFile
-
-
-class FileIdentity(NamedTuple):
-    """The size and the hash of a file."""
-
-    bytes: int
-    sha256: str
 
 
 def format_ending(path: File) -> str:
@@ -97,11 +90,11 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path} line {line} is not UTF-8 text", code="not-utf8") from None
 
 
-def identify_file(path: File) -> FileIdentity:
+def identify_file(path: File) -> dict[str, object]:
     """Return the size and the hash of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        return FileIdentity(file.tell(), digest)
+        return {"bytes": file.tell(), "sha256": digest}
 
 
 def file_state(path: File | None, refresh: bool = False) -> list[Any]:

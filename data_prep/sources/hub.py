@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import UserError, one_line
+from emo.common.io.files import sha256
 
-from .files import identify_file
 from .reader import TableReader
 
 
@@ -28,10 +28,10 @@ class DatasetReader(TableReader):
     def can_skip(self, end: int, start: int) -> bool:
         return start != end  # `skip` takes no time
 
-    def pinned(self) -> dict[str, Any]:
+    def pinned(self) -> dict[str, object]:
         if self.path is None:
             return {"revision": self.source.revision or "not pinned"}
-        digests = [identify_file(Path(file["filename"])).sha256 for file in self._dataset.cache_files]
+        digests = [sha256(Path(file["filename"])) for file in self._dataset.cache_files]
         return {"sha256": hashlib.sha256("".join(digests).encode()).hexdigest()}
 
     @cached_property

@@ -12,14 +12,13 @@ from emo.common.errors import UserError, one_line
 
 from ..config import DataConfig, Source
 from .addresses import remote_files
-from .csv_table import CsvReader
 from .files import COMPRESSIONS, SAME_ENDINGS, File, compression_of, format_ending, open_text, read_chunks
 from .hub import DatasetReader, is_saved
 from .json_array import JsonReader, is_one_value
-from .parquet import ParquetReader
 from .reader import SourceReader
 from .rows import cut_positions
 from .spec import RowSpec
+from .tables import CsvReader, ParquetReader
 from .text import TextReader
 
 # The reader of each file ending. A new format is a class in a new module and an entry here.

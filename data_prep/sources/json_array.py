@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -64,7 +64,7 @@ def is_one_value(path: File) -> bool:
     return single and isinstance(row, dict) and _array_of_rows(row) is not None
 
 
-def _array_of_rows(tree: dict[str, Any]) -> list[Any] | None:
+def _array_of_rows(tree: Mapping[str, object]) -> list[Any] | None:
     """Return the array of rows in an object, or None if the object is itself a row."""
     arrays = [(name, value) for name, value in tree.items() if isinstance(value, list)]
     if len(arrays) != 1 or arrays[0][0] in CHAT_COLUMNS or any(name in tree for name in TEXT_COLUMNS):

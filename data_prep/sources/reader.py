@@ -92,9 +92,9 @@ class SourceReader(ABC):
             return 0
         return self.size if self._raw.closed else self._raw.tell()
 
-    def pinned(self) -> dict[str, Any]:
+    def pinned(self) -> dict[str, object]:
         """Return what identifies the content: the hash of a file, or the revision of a data set."""
-        return identify_file(self.path)._asdict()
+        return identify_file(self.path)
 
     def probe(self) -> None:
         """Raise UserError if the file cannot be opened."""
@@ -131,7 +131,7 @@ class SourceReader(ABC):
         if last is not None:
             SourceReader._paused = self, stream, end, last
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the name and what identifies the content that was read."""
         identity = {"name": self.name} | self.pinned()
         self._require_unchanged()

@@ -138,7 +138,7 @@ def _parse_row(raw: Any, spec: RowSpec) -> Row:
     return clean_text(value, spec.clean)
 
 
-def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object. Raises ValueError for an object with a repeated key."""
     tree = dict(pairs)
     if len(tree) < len(pairs):

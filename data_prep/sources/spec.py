@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..encoding.templates import Chat, Conversation
@@ -65,7 +65,7 @@ class RowSpec(NamedTuple):
             return NAMES[part]
         return next(((name,) for key, name in self.columns if key == part), NAMES[part])
 
-    def find(self, row: dict[str, Any], part: str) -> str | None:
+    def find(self, row: Mapping[str, object], part: str) -> str | None:
         """Return the column of a row that holds a part, see `first_present`."""
         return first_present(row, self.names(part))
 
@@ -91,7 +91,7 @@ Row = str | Conversation | Chat | TokenIds
 Payload = bytes | list[Any]  # a range of a text file, or rows of a table
 
 
-def first_present(row: dict[str, Any], names: Sequence[str]) -> str | None:
+def first_present(row: Mapping[str, object], names: Sequence[str]) -> str | None:
     """Return the first of some columns that a row has, even if it is empty.
 
     The next known column may hold a file name or the answer of another annotator.
@@ -99,7 +99,7 @@ def first_present(row: dict[str, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
 
 
-def chat_column(row: dict[str, Any], spec: RowSpec) -> str | None:
+def chat_column(row: Mapping[str, object], spec: RowSpec) -> str | None:
     """Return the column with the messages of a chat, or None if the row is not a chat."""
     if spec.format == "alpaca" or {"instruction", "output"} & dict(spec.columns).keys():
         return None
@@ -108,7 +108,7 @@ def chat_column(row: dict[str, Any], spec: RowSpec) -> str | None:
     return spec.find(row, "messages")
 
 
-def missing_column(row: dict[str, Any], names: Sequence[str], spec: RowSpec) -> RowError:
+def missing_column(row: Mapping[str, object], names: Sequence[str], spec: RowSpec) -> RowError:
     """Return the error for a row without any of the columns `names`, with advice for the recipe."""
     present = ", ".join(map(str, list(row)[:12])) or "none"
     hint = "name yours in the source's columns, as emo sniff proposes"
@@ -119,7 +119,7 @@ def missing_column(row: dict[str, Any], names: Sequence[str], spec: RowSpec) -> 
     return RowError("missing_column", f"no column {' or '.join(names)}. Present: {present}; {hint}"[:330])
 
 
-def wrong_type(name: str, value: Any, expected: str = "text") -> RowError:
+def wrong_type(name: str, value: object, expected: str = "text") -> RowError:
     """Return the error for a column whose value has the wrong type."""
     kind = "null" if value is None else type(value).__name__
     return RowError("wrong_type", f"column {name} must be {expected}, not {kind}")

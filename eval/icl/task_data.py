@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.io.untrusted import parse_json
-from emo.data_prep.selection.contamination import digest, row_text
+from emo.data_prep.selection.contamination import row_digest, row_text
 from emo.data_prep.sources.files import read_text
 
 from ..results import store
@@ -52,7 +52,7 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
             rows[role].append(_canonical(task, row, i, f"{where} row {i}"))
             if role == "test":
                 text = row_text(row)
-                texts.append(None if text is None else digest(text))
+                texts.append(None if text is None else row_digest(text))
         if not rows[role]:
             raise UserError(f"{where} has no rows", code="no-rows")
     pool = rows["train"] = rows["train"][: task.prompt.pool_first]

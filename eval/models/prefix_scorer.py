@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from emo.common.causal_lm import read_logit_scaling
 from emo.common.errors import UserError
-from emo.common.logits import read_logit_scaling
 
 from .base import BUDGET, Advance, Item, ItemScore, NotFiniteError, Say
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Table, drawn
 from emo.common.report.figure import Curve, Curves, Figure, finite_points, mean_points
-from emo.common.report.numbers import COMPARED, DASH, Effect, describe, formatted, p_value, percent
+from emo.common.report.numbers import COMPARED, DASH, Effect, describe_effects, formatted, p_value, percent
 from emo.common.text import counted
 
 from ..results.directory import Model, find_model
@@ -128,7 +128,9 @@ def _answer(report: Report) -> list[str]:
             counts = {len(c.tasks) for c in report.against[first].values() if c.mean}
             before, on = on, counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
             where = "" if on == before else f" on {on}"
-            sentences.append(f"Compared with {first}{where}, {describe(effects, COMPARED, 'points')}.")
+            sentences.append(
+                f"Compared with {first}{where}, {describe_effects(effects, COMPARED, 'points')}."
+            )
     on = f"on {counted(len(report.tasks), 'task')}"
     for _, model, x in report.harness_results() if not report.tasks else ():
         sentences.append(f"{model.name}: {x['score']} {x['measure']['value']:.4g} on {x['title']}.")

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import UserError
 from emo.common.io.files import Hashes
-from emo.common.labels import IGNORE
 from emo.data_prep.shards.format import TokenDataset
 from emo.data_prep.shards.scores import Scores
 

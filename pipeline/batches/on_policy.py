@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import UserError
 from emo.common.io.weights import context_length
-from emo.common.labels import IGNORE
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 
 from ..config import RunConfig

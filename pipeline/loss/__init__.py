@@ -7,7 +7,7 @@ sums = fused_linear_loss(hidden, head.weight, labels, get_objective("emo"), cost
 (sums.loss / sums.tokens).backward()
 """
 
-from emo.common.labels import IGNORE
+from emo.common.causal_lm import IGNORE
 
 from .cost import LIVE, CostEmbedding, LiveCost, NumberCost, TokenPlan, plan_tokens
 from .cost_files import load_cost, number_cost

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import UserError
-from emo.common.labels import IGNORE
 
 ALIGNMENT = 64  # numbers: 128 bytes in half precision, one cache line
 BLOCK = 1024  # rows of the large factor in one product, so that the result stays in the cache

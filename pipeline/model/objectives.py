@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import UserError
-from emo.common.labels import IGNORE
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.shards.format import TokenDataset
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emo.common.causal_lm import IGNORE
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.io.files import sha256
-from emo.common.labels import IGNORE
 from emo.data_prep.shards import scores
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 
@@ -69,7 +69,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_
             if scores.written_hash(path) is None:
                 shard_scores = _score_shard(model, data, shard, config.train.micro_batch_size, top_k)
                 scores.write_scores(path, shard_scores)
-        complete = scores.seal(data, name, identity) and complete
+        complete = scores.finish(data, name, identity) and complete
     return complete
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from emo.common.report.document import Cell, Document, Fold, Items, Quote, ReportSection, Row, Table, drawn
 from emo.common.report.figure import Curve, Curves, Figure, Points, choose_series, finite_points, mean_points
-from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe, formatted, join_words
+from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe_effects, formatted, join_words
 
 from ..control.run_dir import EXPORT
 from ..monitor.console import duration
@@ -181,14 +181,14 @@ def _answer(runs: Sequence[RecordedRun], gains: Sequence[Gain]) -> list[str]:
         pairs = [(g.run.name, g.against_first) for g in gains if g.set == name]
         effects = [_improvement(label, change) for label, change in pairs if change]
         start = f"On {name}" if answer else f"Compared with {runs[0].name} on {name}"
-        answer.append(f"{start}, {describe(effects, COMPARED, UNIT, '{:.3f}')}.")
+        answer.append(f"{start}, {describe_effects(effects, COMPARED, UNIT, '{:.3f}')}.")
     for name in dict.fromkeys(gain.set for gain in gains) if several else [""]:
         changes = [
             (g.run.name if several else f"the loss on {g.set}", g) for g in gains if name in ("", g.set)
         ]
         if effects := [_improvement(label, g.change) for label, g in changes if g.change]:
             start = f"Since step 0 on {name}" if several else "Since step 0"
-            answer.append(f"{start}, {describe(effects, CHANGED, UNIT, '{:.3f}')}.")
+            answer.append(f"{start}, {describe_effects(effects, CHANGED, UNIT, '{:.3f}')}.")
     answer = answer or _describe_last_loss(runs)
     states: dict[str, list[str]] = {}
     for run in runs:

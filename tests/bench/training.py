@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from emo.data_prep.shards.format import TokenDataset
-from emo.data_prep.sources.world import corpus, read_rows
+from emo.data_prep.sources.world import corpus, read_json_lines
 from emo.pipeline.batches.config import solve_batch
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.control.world import World, end_world
@@ -59,7 +59,7 @@ def data_of(contestant: str) -> list[str]:
 
 def prepare_data() -> None:
     """Prepare what the contestants read; a quarter of the world is a domain."""
-    rows = list(read_rows(corpus("world")))
+    rows = list(read_json_lines(corpus("world")))
     common.RESULTS.mkdir(parents=True, exist_ok=True)
     for index, domain in enumerate(MIXTURE):
         text = "".join(json.dumps(row) + "\n" for row in rows[index :: len(MIXTURE)])

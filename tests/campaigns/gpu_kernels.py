@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from emo.common.labels import IGNORE
+from emo.common.causal_lm import IGNORE
 from emo.pipeline.loss import Teacher, fuse_model, get_objective, weighted_sum
 from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.models.head import SEGMENTS, VARLEN, document_mask, segments

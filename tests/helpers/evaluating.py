@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from emo.common.errors import ExitCode
 from emo.data_prep.encoding.tokenizer import load_tokenizer, train_sentencepiece
-from emo.data_prep.sources.world import corpus, read_rows, task_rows
+from emo.data_prep.sources.world import corpus, read_json_lines, task_rows
 from emo.eval.cli import main
 from emo.eval.icl.job import Job
 from tests.helpers.said import lines
@@ -67,7 +67,7 @@ def tiny_tokenizer(directory: Path) -> Any:
 def _tokenizer_model() -> bytes:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "tokenizer.model"
-        train_sentencepiece((row["text"] for row in islice(read_rows(corpus("world")), 300)), 384, path)
+        train_sentencepiece((row["text"] for row in islice(read_json_lines(corpus("world")), 300)), 384, path)
         return path.read_bytes()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from emo.common.labels import IGNORE
+from emo.common.causal_lm import IGNORE
 from tests.helpers.families import VOCAB
 
 ROWS = ([5, 9, 1, 7], [13, 4], [22])  # tokens of the documents; what is left of a row is padding

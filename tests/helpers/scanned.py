@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from emo.data_prep.config import DataConfig
 from emo.data_prep.selection.arrow import array_of
 from emo.data_prep.selection.near import band_shape, near_columns
-from emo.data_prep.selection.scan import ScanPart, batch_of, draw_copies, read_part, write_part
+from emo.data_prep.selection.scan import PartNote, ScanPart, batch_of, draw_copies, read_part, write_part
 from emo.data_prep.sources.spec import CODE
 
 
@@ -25,7 +24,7 @@ def parts_of(
         stretch = slice(start, start + size)
         inputs, begins = np.unique(source[stretch], return_index=True)
         bounds = [*(start + begins).tolist(), min(start + size, len(hashes))]
-        note: dict[str, Any] = {"key": "", "pieces": [], "inputs": []}
+        note: PartNote = {"key": "", "pieces": [], "inputs": []}
         batches = []
         for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
             member = hashes[first:last].astype(np.uint64)

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -40,7 +39,7 @@ def corpus(name: str) -> Path:
     return FOLDER / CORPORA[name]
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[dict[str, object]]:
     """Yield the rows of a compressed file of JSON lines."""
     with pa.input_stream(str(path), compression="zstd") as stream:
         for line in stream.read().splitlines():
@@ -48,11 +47,11 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def _tasks() -> list[dict[str, Any]]:
-    return list(read_rows(FOLDER / "tasks.jsonl.zst"))
+def _tasks() -> list[dict[str, object]]:
+    return list(read_json_lines(FOLDER / "tasks.jsonl.zst"))
 
 
-def task_rows(task: str, split: str, limit: int | None = None) -> list[dict[str, Any]]:
+def task_rows(task: str, split: str, limit: int | None = None) -> list[dict[str, object]]:
     """Return the first rows of a task's split: `test`, and `train` or for mmlu `dev`."""
     rows = [row for row in _tasks() if (row["task"], row["split"]) == (task, split)]
     return [{key: row[key] for key in row if key not in ("task", "split")} for row in rows[:limit]]

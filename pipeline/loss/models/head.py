@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emo.common.causal_lm import IGNORE, read_logit_scaling
 from emo.common.errors import UserError
-from emo.common.labels import IGNORE
-from emo.common.logits import read_logit_scaling
 
 from ..cost import CostEmbedding, Labels, LiveCost, label_count
 from ..from_base import kl_from_base, most_likely

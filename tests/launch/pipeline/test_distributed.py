@@ -18,8 +18,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import ExitCode
-from emo.common.labels import IGNORE
 from emo.data_prep.config import split_of
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.shards.format import TokenDataset

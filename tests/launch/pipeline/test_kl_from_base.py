@@ -12,8 +12,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import ExitCode
-from emo.common.labels import IGNORE
 from emo.data_prep.shards.format import TokenDataset
 from emo.pipeline.control.run_dir import EXPORT, VALIDATION, read_metrics
 from tests.helpers import launching

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from emo.__main__ import main
-from emo.common.explain import error_index
+from emo.common.errors import error_index
 from tests.conftest import REPO
 
 PACKAGES = ("common", "data_prep", "pipeline", "eval", "launch", "experiments", "emo")

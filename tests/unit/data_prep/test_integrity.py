@@ -432,7 +432,7 @@ def write_scores(data: TokenDataset) -> None:
     scores.begin(data, "ref", MODEL)
     for shard, info in enumerate(data.manifest.shards):
         scores.write_scores(scores.shard_file(data, "ref", shard), -np.arange(info.tokens) - 1e6 * shard)
-    assert scores.seal(data, "ref", MODEL)
+    assert scores.finish(data, "ref", MODEL)
 
 
 def test_scores_are_aligned_with_labels(config: DataConfig) -> None:
@@ -458,7 +458,7 @@ def test_damaged_or_foreign_scores_are_errors(config: DataConfig, tmp_path: Path
 
     unreadable()
     scores.begin(data, "ref", MODEL)
-    assert not scores.seal(data, "ref", MODEL)
+    assert not scores.finish(data, "ref", MODEL)
     with pytest.raises(UserError):
         scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
     for bad in (float("nan"), float("-inf"), 0.5):  # no log-probabilities
@@ -474,7 +474,7 @@ def test_damaged_or_foreign_scores_are_errors(config: DataConfig, tmp_path: Path
     for last, faults in ((b"\0\0\0\0", 1), (content[-4:], 0)):
         path.write_bytes(content[:-4] + last)
         assert len(list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))) == faults
-        assert scores.seal(data, "ref", MODEL) == (not faults)
+        assert scores.finish(data, "ref", MODEL) == (not faults)
     edit(scores.directory(data, "ref") / scores.ABOUT, data="other")
     unreadable()
 

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from emo.common.config.recipe import parse_section
 from emo.data_prep.config import DataConfig
 from emo.data_prep.selection import near
-from emo.data_prep.selection.contamination import SHARED, Finder, collect, digest
+from emo.data_prep.selection.contamination import SHARED, Finder, collect, row_digest
 from emo.data_prep.selection.near import band_shape, signatures
 from emo.data_prep.selection.select import load_rows, select_rows
 from emo.data_prep.shards.format import Manifest, open_prepared
 from emo.data_prep.shards.verify import verify
-from emo.data_prep.sources.world import TASKS, corpus, read_rows, task_rows
+from emo.data_prep.sources.world import TASKS, corpus, read_json_lines, task_rows
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -359,7 +359,7 @@ def test_the_report_names_the_test_rows_in_the_text(tmp_path: Path) -> None:
     assert report["ngram"] == 8 and report["documents"] == 3
     keys = ("rows", "too_short", "overlapping", "contained", SHARED)
     counts = {name: [task[key] for key in keys] for name, task in report["tasks"].items()}
-    found = [digest(text.upper() + " ") for text in (long[0], long[3], short[2])]
+    found = [row_digest(text.upper() + " ") for text in (long[0], long[3], short[2])]
     share = round(2 / (len(long[3].split()) - 7), 4)
     assert counts == {
         "sst2": [21, 1, 2, 1, {found[0]: 1.0, found[1]: share}],
@@ -370,7 +370,7 @@ def test_the_report_names_the_test_rows_in_the_text(tmp_path: Path) -> None:
 
 def test_the_embedded_world_has_no_contamination() -> None:
     corpora = map(corpus, ("world", "world-home", "world-abroad"))
-    documents = "\n".join(row["text"] for path in corpora for row in read_rows(path))
+    documents = "\n".join(row["text"] for path in corpora for row in read_json_lines(path))
     for task in TASKS:
         key, split = ("question", "dev") if task == "mmlu" else ("text", "train")
         demonstrations = "\n".join(row[key] for row in task_rows(task, split))

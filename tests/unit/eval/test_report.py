@@ -11,7 +11,7 @@ import pytest
 
 from emo.common.report.document import HEADLINE
 from emo.common.report.numbers import p_value
-from emo.data_prep.selection.contamination import SHARED, digest
+from emo.data_prep.selection.contamination import SHARED, row_digest
 from emo.eval.report.compare import compare_models, find_regression, gate
 from emo.eval.report.gather import Report
 from emo.eval.report.page import document
@@ -124,7 +124,7 @@ def evaluated(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         record = json.dumps({"step": 8, "tokens": 8 * 4096, "nll": 5, "demd": 1, "loss": 1.0})
         (run / "metrics.jsonl").write_text(record + '\n{"step": 9, "tok')
         rows = read_lines(world / "data" / "sst2" / "test.jsonl")
-        texts = [digest(text) for text in (rows[0]["text"].upper(), f" {rows[3]['text']}", "elsewhere")]
+        texts = [row_digest(text) for text in (rows[0]["text"].upper(), f" {rows[3]['text']}", "elsewhere")]
         overlap = {"tasks": {"sst2": {SHARED: dict.fromkeys(texts, 0.5)}}}
         (prepared / "contamination.json").write_text(json.dumps(overlap))
         (run / "config.yaml").write_text(f"data: {{dir: {prepared.parent}}}\n")

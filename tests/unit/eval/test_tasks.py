@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from emo.common.errors import UserError
-from emo.data_prep.selection.contamination import digest
+from emo.data_prep.selection.contamination import row_digest
 from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
 from emo.eval.icl.settings import RETRIEVERS
@@ -181,7 +181,7 @@ def test_a_limit_also_bounds_the_pool_of_demonstrations(tmp_path: Path) -> None:
     assert [row["text"] for row in few.rows["train"][:3]] == ["t0", "t6", "t12"] and few.pool == 300
     assert [len(data.rows["train"]) for data in (few, many, whole)] == [50, 300, 300]
     assert few.digests["train"] != whole.digests["train"] == many.digests["train"]
-    assert few.texts == [digest(f" T{60 * i}") for i in range(5)]
+    assert few.texts == [row_digest(f" T{60 * i}") for i in range(5)]
 
 
 def test_openicl_that_is_not_installed_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

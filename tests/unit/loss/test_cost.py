@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from emo.common.labels import IGNORE
+from emo.common.causal_lm import IGNORE
 from emo.pipeline.loss import cost as tensors
 from emo.pipeline.loss.cost import (
     CACHE_WINDOW_CPU,

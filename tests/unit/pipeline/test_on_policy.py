@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from emo.common.labels import IGNORE
+from emo.common.causal_lm import IGNORE
 from emo.pipeline.batches.on_policy import (
     draw_uniforms,
     find_end_tokens,

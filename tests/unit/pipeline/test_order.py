@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emo.common.causal_lm import IGNORE
 from emo.common.errors import UserError
-from emo.common.labels import IGNORE
 from emo.data_prep.config import DataConfig
 from emo.data_prep.shards.format import open_prepared
 from emo.pipeline.batches.config import MixtureConfig, count_steps

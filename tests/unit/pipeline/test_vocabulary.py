@@ -14,12 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emo.data_prep.encoding.vocabulary import extend_vocabulary
-from emo.data_prep.sources.world import corpus, read_rows
+from emo.data_prep.sources.world import corpus, read_json_lines
 from emo.pipeline.cli import main
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
 from tests.helpers.launching import prepare
 
-TEXTS = [str(row["text"]) for row in islice(read_rows(corpus("world")), 200)]
+TEXTS = [str(row["text"]) for row in islice(read_json_lines(corpus("world")), 200)]
 
 
 def byte_bpe() -> Tokenizer:

@@ -1,8 +1,10 @@
-"""Scale and soft cap that a Hugging Face configuration gives a model's logits."""
+"""Conventions of Hugging Face causal language models: the ignored label, logit scale and soft cap."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+IGNORE = -100  # label of a position that predicts nothing
 
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
