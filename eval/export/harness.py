@@ -27,7 +27,7 @@ from ..icl.tasks import GROUP, LABEL, Row, Task, load_task
 from ..report.compare import DIGESTS, describe_lost
 from ..results import store
 from ..results.directory import Model, Record
-from .figures import Accuracy, Figures, read_figures
+from .figures import ExportedAccuracy, Figures, read_figures
 
 SOURCE = "emo-pipeline"  # instead of a model class of the harness
 FILTER = "none"  # the harness's name for unfiltered responses
@@ -94,7 +94,7 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     value: dict[str, Any] = {"results": {}, "groups": {}, "group_subtasks": {}, "configs": {}}
     value |= {"versions": {}, "n-shot": {}, "higher_is_better": {}}
 
-    def entry(name: str, alias: str, result: dict[str, Any], accuracy: Accuracy) -> dict[str, Any]:
+    def entry(name: str, alias: str, result: dict[str, Any], accuracy: ExportedAccuracy) -> dict[str, Any]:
         if name in value["results"]:
             raise UserError(
                 f"{model.name}: two tasks or groups would have the name {name}. Rename a task file.",
@@ -219,7 +219,7 @@ def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counte
     for name, digest, option in (
         ("test_rows", data.digests["test"], "--data"),
         ("pool_rows", data.digests["train"], "--data"),
-        ("prompt", store.digest(task.identity()), "--tasks"),
+        ("prompt", store.digest_json(task.identity()), "--tasks"),
     ):
         if digest[:16] != result["conditions"]["compared"][name]:
             raise UserError(

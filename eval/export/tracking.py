@@ -81,9 +81,9 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
                 "single writer, so export again later.",
                 code="run-in-use",
             )
-        noted = store.read_json(run_dir / SENT) or {"sent": {}}
+        noted = store.read_json_or_none(run_dir / SENT) or {"sent": {}}
         # The last checkpoint and the run's export have the same results and tokens, so they are one point.
-        due = {store.digest(point): name for name, point in points.items()}
+        due = {store.digest_json(point): name for name, point in points.items()}
         due = {digest: name for digest, name in due.items() if digest not in noted["sent"]}
         begun = str(noted.get("sending", ""))  # W&B would also send what a killed export left
         if begun.startswith(OFFLINE) and is_plain_name(begun):

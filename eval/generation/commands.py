@@ -223,7 +223,7 @@ def _quality(args: argparse.Namespace, say: Say) -> int:
             "pip install 'emo-pipeline[mauve]'",
             code="missing-extra",
         )
-    from .quality import QualityOptions, Sampled, write
+    from .quality import QualityOptions, Sampled, write_quality
 
     test = [text for text in read_texts(args.test) if text] if args.test else None
     if test == []:
@@ -234,5 +234,5 @@ def _quality(args: argparse.Namespace, say: Say) -> int:
     sampled = [Sampled(directory) for directory in args.texts]
     for texts in sampled:
         texts.measure(options, say)
-    say("\n".join(write(sampled)))
+    say("\n".join(write_quality(sampled)))
     return ExitCode.DONE

@@ -43,7 +43,7 @@ from . import likelihood
 from .decoding import first_ids, prompt_ids, split_ids
 from .engines import Transformers
 from .prefixes import Prefixes
-from .records import Generation, read_records
+from .records import Generation, read_generated
 
 QUALITY = "quality.json"
 SHARES = ("ended", "rouge", "repetition", "distinct")  # prefixes of the names of measures between 0 and 1
@@ -82,7 +82,7 @@ class Sampled:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.about, self.records = read_records(directory)
+        self.about, self.records = read_generated(directory)
         numbers = [record["prefix_number"] for record in self.records]
         self.humans = list({r["prefix_number"]: r for r in reversed(self.records)}.values())[::-1]
         several = len(self.humans) > 1
@@ -274,7 +274,7 @@ def _human_text(texts: list[str]) -> dict[str, float]:
     return measures | {"words": float(np.mean([len(units(text)) for text in texts]))}
 
 
-def write(sampled: Sequence[Sampled]) -> list[str]:
+def write_quality(sampled: Sequence[Sampled]) -> list[str]:
     """Write quality.json for every set of texts, and return a table of all of them.
 
     All others are compared with the first.

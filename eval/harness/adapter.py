@@ -68,18 +68,18 @@ class StoredAnswers(LM):
         return self._answer("generate_until", requests)
 
     @cached_property
-    def _scorer(self) -> Scorer:
+    def _scorer(self) -> RecordingHFLM:
         model = self.job.model
-        assert isinstance(model, EvaluatedModel)  # checked by `evaluate`
+        assert isinstance(model, EvaluatedModel)  # checked by `evaluate_harness_task`
         self.job.say(f"{model.name}: loading {model.source}")
         quiet_libraries()
-        return Scorer(model, self.job.settings.max_tokens, self.job.settings.batch_size)
+        return RecordingHFLM(model, self.job.settings.max_tokens, self.job.settings.batch_size)
 
     def _answer(self, kind: str, requests: list[Instance]) -> list[Any]:
         job = self.job
         model = job.model
         assert isinstance(model, EvaluatedModel)
-        content = store.digest([kind, [[*request.args] for request in requests]])
+        content = store.digest_json([kind, [[*request.args] for request in requests]])
         self.contents.append(content)
         identity = {
             "weights": model.digest,
@@ -111,7 +111,7 @@ class StoredAnswers(LM):
         return [record["answer"] for record in records]
 
 
-class Scorer(HFLM):
+class RecordingHFLM(HFLM):
     """lm-eval's HFLM that also records which prompts and answers were cut. It shows no progress bars."""
 
     def __init__(self, model: EvaluatedModel, max_tokens: int | None, batch_size: int | None) -> None:
@@ -169,7 +169,7 @@ class Scorer(HFLM):
 class Marks(CacheHook):
     """Receives each generated answer from HFLM right after its batch, and notes what was cut."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: RecordingHFLM) -> None:
         super().__init__(None)
         self.scorer = scorer
         self.fates: defaultdict[str, deque[Fate]] = defaultdict(deque)

@@ -39,7 +39,7 @@ FAULTS = (
     ImportError,
     NotImplementedError,
 )
-# Aggregations whose value follows from one number, or number and weight, per row -> scale of `stats.measure`.
+# Aggregations of one number, or number and weight, per row -> scale of `stats.estimate_measure`.
 SCALES = {
     metrics.mean: "mean",
     metrics.perplexity: "perplexity",
@@ -65,7 +65,7 @@ def seed() -> None:
     torch.manual_seed(DEFAULT_OTHER_SEED)
 
 
-def evaluate(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[str, Any]:
+def evaluate_harness_task(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[str, Any]:
     """Return the result of the job's model on a task or group, and write its view.
 
     Args:
@@ -97,8 +97,8 @@ def evaluate(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[st
         "weights": job.model.digest,
         "version": VERSION,
         "answers": answers.contents,
-        "result": store.digest(result),
-        "records": store.digest(records),
+        "result": store.digest_json(result),
+        "records": store.digest_json(records),
     }
     entry = store.Entry(job.out / store.STORE, identity, job.say)
     if entry.result() is None or not entry.is_complete(len(records), CHUNK):
@@ -195,8 +195,8 @@ def _summarise(job: Job, run: Run, deciding: str, records: list[Record]) -> dict
     versions = sorted({str(part.VERSION) for part in run.tasks.values()})
     generated = any(part.OUTPUT_TYPE == "generate_until" for part in run.tasks.values())
     compared = {
-        "test_rows": store.digest([[r["group"], r["id"], r["gold"]] for r in records])[:16],
-        "prompt": store.digest(run.answers.contents)[:16],
+        "test_rows": store.digest_json([[r["group"], r["id"], r["gold"]] for r in records])[:16],
+        "prompt": store.digest_json(run.answers.contents)[:16],
         "score": deciding,
         "max_tokens": job.settings.max_tokens,
         "dtype": job.model.dtype,
@@ -231,7 +231,7 @@ def _interval(records: list[Record], scale: str) -> dict[str, float] | None:
     """Return the interval of a measure, if rows add up to it."""
     if not scale:
         return None
-    estimate = stats.measure([r["value"] for r in records], [r["weight"] for r in records], scale)
+    estimate = stats.estimate_measure([r["value"] for r in records], [r["weight"] for r in records], scale)
     if (interval := estimate.interval()) is None:
         return None
     ends = asdict(interval)

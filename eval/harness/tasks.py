@@ -47,10 +47,10 @@ class HarnessTask(ForeignTask):
 
     def evaluate(self, job: Any) -> dict[str, Any]:
         """Return the result of the model of a `Job`, as ForeignTask.evaluate does."""
-        from .scoring import evaluate, seed
+        from .scoring import evaluate_harness_task, seed
 
         seed()  # also for the order of rows
-        return evaluate(self.name, self.title, self.load(), job)
+        return evaluate_harness_task(self.name, self.title, self.load(), job)
 
 
 def select_all(names: str, version: str = "paper") -> Sequence[Task | ForeignTask]:

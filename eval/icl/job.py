@@ -121,7 +121,7 @@ class Job:
         compared = {
             "test_rows": data.digests["test"][:16],
             "pool_rows": data.digests["train"][:16],
-            "prompt": store.digest(task.identity())[:16],
+            "prompt": store.digest_json(task.identity())[:16],
             "shots": identity["shots"],
             "retriever": identity["retriever"],
             "encoder": identity.get("encoder", "")[:16],
@@ -129,14 +129,14 @@ class Job:
             "dtype": self.model.dtype,
             "scorer": VERSION,
         }
-        noted = {"prompt_version": task.version, "demonstrations": store.digest(retrieval.indices)[:16]}
+        noted = {"prompt_version": task.version, "demonstrations": store.digest_json(retrieval.indices)[:16]}
         noted["pool"] = f"{len(data.rows['train'])} of {data.pool}"
         return {"compared": compared, "noted": noted}
 
     def write_view(self, task: str, key: str, result: dict[str, Any], rows: dict[str, Any]) -> None:
         """Show a stored result in reports. rows: the origin of the test rows."""
         path = self.out / MODELS / self.model.name / f"{task}.json"
-        stored = store.read_json(path)
+        stored = store.read_json_or_none(path)
         weights = self.model.digest
         if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != key:
             self.say(
@@ -152,7 +152,7 @@ class Job:
             return Retrieval([[] for _ in data.rows["test"]], {"retriever": "none", "shots": 0})
         identity = {"shots": count} | self._retriever_identity(task)
         folder = self.out / store.STORE / "retrieval"
-        path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
+        path = folder / f"{store.digest_json([identity, data.digests])[:32]}.json"
         while (indices := store.unsealed(path)) is None:
             with hold_if_free(store.lease(folder / "leases", path.stem)) as acquired:
                 if acquired and store.unsealed(path) is None:
@@ -160,7 +160,7 @@ class Job:
                         self.say(f"{path} is damaged. Computing it again.")
                     with show_activity(f"{task.name}: choosing demonstrations"):
                         chosen = self._choose(task, data, count)
-                    store.replace(path, store.seal(chosen))
+                    store.replace(path, store.seal_json(chosen))
             if not acquired:
                 time.sleep(store.POLL_SECONDS)
         return Retrieval(indices, identity)

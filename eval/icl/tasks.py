@@ -73,7 +73,7 @@ class Shots(Section):
     by: Literal["retrieval", "group"] = "retrieval"  # group: the first rows of the same group
 
 
-class Prompt(Section):
+class PromptVersion(Section):
     """A prompt version. {name} stands for an input, and {label} for the label's words."""
 
     text: str  # the query with a label, also used for demonstrations unless `demonstration` is set
@@ -98,7 +98,7 @@ class TaskSpec(Section):
     label: Label
     shots: Shots = Shots()
     metric: Literal["accuracy"] = "accuracy"
-    prompts: dict[str, Prompt] = Field(min_length=1)
+    prompts: dict[str, PromptVersion] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> TaskSpec:
@@ -118,7 +118,7 @@ class TaskSpec(Section):
             self._check_labels(f"prompts.{version}", prompt)
         return self
 
-    def _check_slots(self, where: str, prompt: Prompt) -> None:
+    def _check_slots(self, where: str, prompt: PromptVersion) -> None:
         for part in ("text", "before", "demonstration", "channel"):
             template = getattr(prompt, part)
             if template is None:
@@ -132,7 +132,7 @@ class TaskSpec(Section):
         if prompt.channel is not None and not SLOT.search(prompt.channel.rsplit(LABEL_SLOT, 1)[-1]):
             raise ValueError(f"{where}.channel must contain an input after the last {LABEL_SLOT}")
 
-    def _check_labels(self, where: str, prompt: Prompt) -> None:
+    def _check_labels(self, where: str, prompt: PromptVersion) -> None:
         labels = list(self.label.names)
         words = Counter(prompt.words.get(label, label) for label in labels)
         if same := [text for text, count in words.items() if count > 1]:
@@ -157,7 +157,7 @@ class Task:
     version: str
 
     @property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> PromptVersion:
         return self.spec.prompts[self.version]
 
     @property

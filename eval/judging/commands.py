@@ -209,8 +209,8 @@ def _judge_with_model(
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
     from ..models.model import clean_name
-    from ..results.store import describe_replacement, read_json
-    from .results import JUDGEMENTS, default_title, describe, undecided, write
+    from ..results.store import describe_replacement, read_json_or_none
+    from .results import JUDGEMENTS, default_title, describe_judgement, undecided, write_judgement
 
     titles = [default_title(judgement) for judgement in judgements]
     if args.name:
@@ -220,12 +220,12 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
     without_verdict = []
     for judged, title in zip(judgements, titles, strict=True):
         path = args.output_path / JUDGEMENTS / f"{title}.json"
-        before = read_json(path)
-        numbers = write(judged, title, args.output_path)
+        before = read_json_or_none(path)
+        numbers = write_judgement(judged, title, args.output_path)
         facts = before.get("facts") if isinstance(before, dict) else None
         if change := describe_replacement(facts, numbers["facts"]):
             say(f"{title} {change}")
-        for line in describe(numbers):
+        for line in describe_judgement(numbers):
             say(line)
         if (reason := undecided(numbers)) and not numbers["decided"]:
             without_verdict.append(f"{title}: {reason}")

@@ -227,7 +227,7 @@ def _human(rows: list[Record]) -> dict[str, Any]:
     }
 
 
-def describe(numbers: dict[str, Any]) -> Iterator[str]:
+def describe_judgement(numbers: dict[str, Any]) -> Iterator[str]:
     """Yield the numbers of `summarise_judgement` as sentences, the most important first."""
 
     def percent(share: dict[str, float], digits: int = 1) -> str:
@@ -287,10 +287,10 @@ def default_title(judged: Judged) -> str:
     return clean_name(f"{judged.b}-vs-{judged.a}{questions}-{by}")
 
 
-def write(judged: Judged, name: str, out: Path) -> dict[str, Any]:
+def write_judgement(judged: Judged, name: str, out: Path) -> dict[str, Any]:
     """Write both files of a judgement, and return its numbers."""
     text = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in judged.rows)
-    numbers = summarise_judgement(judged, name) | {"rows_digest": store.digest(text)}
+    numbers = summarise_judgement(judged, name) | {"rows_digest": store.digest_json(text)}
     store.replace(out / JUDGEMENTS / f"{name}.jsonl", text)
     store.replace(out / JUDGEMENTS / f"{name}.json", store.dump(numbers))
     return numbers
@@ -308,7 +308,7 @@ class Judgement:
         """Key of each pair -> its question and B's score, for readable verdicts."""
         file = self.path.with_suffix(".jsonl")
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-        if store.digest(text) != self.numbers["rows_digest"]:
+        if store.digest_json(text) != self.numbers["rows_digest"]:
             raise UserError(f"{file} was changed. Judge again.", code="incomplete-results")
         rows = [json.loads(line) for line in text.split("\n") if line]
         return {row["id"]: (row["question"], row["score"]) for row in rows if row["score"] is not None}
@@ -318,7 +318,7 @@ def read_judgements(outs: Sequence[Path], say: Say) -> list[Judgement]:
     """Return all judgements under some results directories. say: receives a line per skipped file."""
     judgements = []
     for path in (path for out in outs for path in sorted((out / JUDGEMENTS).glob("*.json"))):
-        value = store.read_json(path)
+        value = store.read_json_or_none(path)
         if isinstance(value, dict) and value.get("version") == VERSION:
             judgements.append(Judgement(value, path))
         else:

@@ -113,7 +113,7 @@ def _difference_of_measures(a: Model, b: Model, task: str) -> tuple[stats.Estima
     for model in (a, b):
         records = model.read_records(task)
         values, weights = ([r[name] for r in records] for name in ("value", "weight"))
-        estimates.append(stats.measure(values, weights, about["scale"]))
+        estimates.append(stats.estimate_measure(values, weights, about["scale"]))
     return estimates[1] - estimates[0], about["higher_is_better"]
 
 

@@ -102,7 +102,7 @@ class Model:
     def read_records(self, task: str) -> list[Record]:
         """Return the records of a task in row order. Raises UserError if files of the store are damaged."""
         view = self.views.get(task) or self.measures[task]
-        return store.read_records(self.out, view["key"], view["result"]["n"])
+        return store.read_row_records(self.out, view["key"], view["result"]["n"])
 
     def records(self, task: str) -> TaskRecords:
         """Return what comparisons need of the records of a task. They are read once."""
@@ -143,7 +143,7 @@ def claim_name(description: Description, out: Path, say: Say) -> None:
             change = f"{description['dtype']} instead of {before['dtype']}"
         say(f"{description['name']}: {change} than in the last run. Its earlier results are hidden.")
         for path in directory.glob("*.json"):
-            view = store.read_json(path)
+            view = store.read_json_or_none(path)
             if path.name != MODEL and isinstance(view, dict) and "weights" in view:
                 path.unlink(missing_ok=True)
     store.replace(directory / MODEL, store.dump(description))
@@ -181,7 +181,7 @@ def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
 
 def _read_views(model: Model, directory: Path, warn: Say) -> None:
     for path in sorted(path for path in directory.glob("*.json") if path.name != MODEL):
-        view: Any = store.read_json(path)
+        view: Any = store.read_json_or_none(path)
         if (fault := _fault_of_view(view, model.out)) is not None:
             warn(f"skipped {path}: {fault}")
             if path.name != SAMPLES:
@@ -211,7 +211,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 def _read_description(directory: Path) -> Description | None:
     """Return the description of the model in a directory, if it is valid and has the directory's name."""
-    value: Any = store.read_json(directory / MODEL)
+    value: Any = store.read_json_or_none(directory / MODEL)
     valid = isinstance(value, dict) and value.keys() >= {"name", "path", "weights", "dtype", "facts"}
     return value if valid and value["name"] == directory.name else None
 
@@ -225,6 +225,6 @@ def _fault_of_view(view: Any, out: Path) -> str | None:
     if "measure" not in view["result"] and not view["result"].keys() >= RESULT:
         return "a result of another version. Evaluate it again."
     sealed = store.unsealed(out / store.STORE / view["key"] / store.RESULT)
-    if sealed is not None and store.digest(sealed) != store.digest(view["result"]):
+    if sealed is not None and store.digest_json(sealed) != store.digest_json(view["result"]):
         return "it differs from the sealed result in the store. Evaluate it again to restore it."
     return None

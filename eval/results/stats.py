@@ -124,7 +124,7 @@ def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Se
     return Estimate(value, (sums - value * sizes) / total, sizes / total)
 
 
-def measure(values: Sequence[float], weights: Sequence[float], scale: str) -> Estimate:
+def estimate_measure(values: Sequence[float], weights: Sequence[float], scale: str) -> Estimate:
     """Return a measure that rows add up to, as an estimate that can be compared between models.
 
     Args:

@@ -573,7 +573,7 @@ def keep_judgement(out: Path, b: str, sides: str, text: str = "", questions: str
     pairs = [Pair(f"q{i}", Question("", f"{text}ask {i}"), f"A {i}", f"B {i}") for i in range(len(sides))]
     rows = [judged_row(pair, [letter, letter]) for pair, letter in zip(pairs, sides, strict=True)]  # type: ignore[list-item]
     judged = Judged("auto-j", "judge", "mle", b, 2, rows, questions=questions)
-    results.write(judged, results.default_title(judged), out)
+    results.write_judgement(judged, results.default_title(judged), out)
 
 
 def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
