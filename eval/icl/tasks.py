@@ -22,7 +22,7 @@ from emo.common.config.recipe import Section, load_section
 from emo.common.errors import UserError, nearest
 from emo.common.provenance import shipped
 
-from ..results.directory import MODEL, SAMPLES
+from ..results.directory import MODEL, SAMPLES, TaskResult
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
@@ -205,7 +205,7 @@ class Task:
                 where = f"task {self.name}, test row {row[ROW]}"
                 raise UserError(f"{where}: the text after the label is empty in `channel`", code="channel")
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the parts of the task that affect scores, besides data and retriever."""
         return {
             "prompt": self.prompt.model_dump(),
@@ -229,7 +229,7 @@ class ForeignTask(ABC):
         """Return the task as its program needs it. Raises UserError if the task or its data is at fault."""
 
     @abstractmethod
-    def evaluate(self, job: Any) -> dict[str, Any]:
+    def evaluate(self, job: Any) -> TaskResult:
         """Return the result of the model of a `Job`, computed unless it is known, and write its view."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from emo.pipeline.control.run_dir import CONFIG, METRICS, read_metrics
 
 from ..judging.results import JUDGEMENTS, read_judgements
 from ..results import stats
-from ..results.directory import MODELS, Model, find_model, only_answer, read_models
+from ..results.directory import MODELS, Model, TaskResult, find_model, only_answer, read_models
 from ..results.store import STORED_BYTES
 from .compare import Comparison, compare_models, sort_tasks
 from .families import choose_baselines, find_ancestors, group_families
@@ -117,7 +118,7 @@ class Report:
         titles = {row["task"]: row["title"] for row in self.rows}
         return {task: titles[task] for task in self.tasks}
 
-    def harness_results(self) -> list[tuple[str, Model, dict[str, Any]]]:
+    def harness_results(self) -> list[tuple[str, Model, TaskResult]]:
         """Return task, model and result of lm-eval's tasks, task by task."""
         tasks = [*self.tasks, *self.measured]
         found = [(task, m, m.all_results.get(task)) for task in tasks for m in self.models]
@@ -136,7 +137,11 @@ class Report:
     def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
         """Return accuracy, low and high of a model on a task, or of their mean (None) if it has all tasks."""
         results = [model.results.get(t) for t in (self.tasks if task is None else [task])]
-        levels = [_limits(result, "accuracy") for result in results if result]
+        levels = [
+            (result["accuracy"], result["interval"]["low"], result["interval"]["high"])
+            for result in results
+            if result
+        ]
         if not levels or len(levels) < len(results):
             return None
         mean, interval = stats.mean_interval(levels)
@@ -154,9 +159,11 @@ class Report:
             c = self.against.get(baseline or first, {}).get(model.name)
             complete = c and (baseline or len(c.tasks) == len(self.tasks))
             x = (c.tasks.get(task) if task else c.mean if complete else None) if c else None
-            level = self.level(model, task) if baseline is None else x and _limits(x, "difference")
+            level = self.level(model, task)
+            if baseline is not None:
+                level = (x.difference, x.interval.low, x.interval.high) if x else None
             if level:
-                direction = x["direction"] if x else 0
+                direction = x.direction if x else 0
                 points = [100 * value for value in level]
                 effects.append(Effect(model.name, self.series[model.name], direction, *points))
         return effects
@@ -179,16 +186,20 @@ class Report:
         return {
             **{name: getattr(self, name) for name in ("title", "notice", "remarks", "rows", "skipped")},
             "baseline": next(iter(self.against), None),
-            "comparisons": [{"task": t} | names | x for c, names in about for t, x in c.tasks.items()],
+            "comparisons": [
+                {"task": t} | names | asdict(x) for c, names in about for t, x in c.tasks.items()
+            ],
             "harness": [
                 {"task": t, "model": m.name}
                 | {name: x.get(name) for name in ("metrics", "score", "measure", "n", "answers_cut")}
                 for t, m, x in self.harness_results()
             ],
             "measure_comparisons": [
-                {"task": t} | names | x for c, names in about for t, x in c.measures.items()
+                {"task": t} | names | asdict(x) for c, names in about for t, x in c.measures.items()
             ],
-            "mean_comparisons": [{"tasks": list(c.tasks)} | names | c.mean for c, names in about if c.mean],
+            "mean_comparisons": [
+                {"tasks": list(c.tasks)} | names | asdict(c.mean) for c, names in about if c.mean
+            ],
             "not_compared": [
                 {"task": t, "reason": why} | names for c, names in about for t, why in c.refused.items()
             ],
@@ -284,10 +295,6 @@ def _wrong_runs(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
                 f"The training shown is that of {run}."
             )
     return remarks
-
-
-def _limits(estimate: dict[str, Any], name: str) -> tuple[float, float, float]:
-    return estimate[name], estimate["interval"]["low"], estimate["interval"]["high"]
 
 
 def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from emo.common.report.figure import Curve, Curves, Figure, finite_points, mean_
 from emo.common.report.numbers import COMPARED, DASH, Effect, describe, formatted, p_value, percent
 from emo.common.text import counted
 
-from ..results.directory import Model, find_model
+from ..results.directory import Model, TaskResult, find_model
 from . import judged
 from .families import OBJECTIVES
 from .gather import Report
@@ -147,13 +147,13 @@ def _picture(report: Report) -> Table:
     pairs = [(b, c) for b, comparisons in report.against.items() for c in comparisons.values()]
     rows: list[list[Any]] = []
     for baseline, c in pairs if report.tasks else []:
-        verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
-        counts = [sum(x["direction"] == direction for x in c.tasks.values()) for direction in (1, -1)]
+        verdict, tone = VERDICTS[c.mean.direction] if c.mean else ("not comparable", "quiet")
+        counts = [sum(x.direction == direction for x in c.tasks.values()) for direction in (1, -1)]
         of = f"{len(c.tasks)} of " if len(c.tasks) < len(report.tasks) else ""
         note = f"{counts[0]} better, {counts[1]} worse of {of}{counted(len(report.tasks), 'task')}"
         name = Cell(c.model, f"against {baseline}", mark=report.series[c.model])
         effects = [e for e in report.effects(None, baseline) if e.label == c.model]
-        cells = _tested(effects[0], (c.mean or {})["p"]) if effects else [Cell(""), Cell(DASH)]
+        cells = _tested(effects[0], c.mean.p) if effects and c.mean else [Cell(""), Cell(DASH)]
         rows.append([name, Cell(verdict, note, tone), *cells])
     if rows:
         return Table(["Model", "Verdict", "← worse · better →", "Points, 95 % interval"], rows, SUMMARY, 2)
@@ -222,7 +222,7 @@ def _differences(report: Report) -> list[Block]:
         pairs = [(b, e) for b in report.against for e in report.effects(task, b)]
         for i, (baseline, e) in enumerate(pairs):
             name = Cell(e.label, f"against {baseline}", mark=e.series)
-            p = report.against[baseline][e.label].tasks[task]["p_holm"]
+            p = report.against[baseline][e.label].tasks[task].p_holm
             rows.append([Cell(title, tone="again" * (i > 0)), name, *_tested(e, p)])
     comparisons = [c for others in report.against.values() for c in others.values()]
     reasons = [
@@ -272,8 +272,8 @@ def _harness(report: Report) -> Table:
                 if measure["interval"]:
                     cells[0] = Cell("{low:.4g} to {high:.4g}".format(**measure["interval"]))
                 if found and (x := found[1].measures.get(task)):
-                    verdict, tone = VERDICTS[x["direction"]]
-                    cells[1] = Cell(verdict, f"{x['difference']:+.4g}, {p_value(x['p_holm'])}", tone)
+                    verdict, tone = VERDICTS[x.direction]
+                    cells[1] = Cell(verdict, f"{x.difference:+.4g}, {p_value(x.p_holm)}", tone)
             decides = "best" if metric == result["score"] else ""
             title = Cell(result["title"], tone="again" * bool(rows and rows[-1][0].text == result["title"]))
             name = Cell(model.name, mark=report.series[model.name])
@@ -318,7 +318,7 @@ def _over_training(report: Report) -> Figure:
     return Figure("Accuracy over training", [panel], "The bands are 95 % intervals.", names)
 
 
-def _cells(report: Report) -> Iterator[tuple[int, Model, dict[str, Any]]]:
+def _cells(report: Report) -> Iterator[tuple[int, Model, TaskResult]]:
     """Yield the series of the model, the model and the result, task by task."""
     for task, model in product(report.tasks, report.models):
         if task in model.results:
@@ -359,7 +359,7 @@ def _settings(report: Report) -> list[Block]:
     """Return the settings that differ, in rows of models and tasks with the same ones, and the others."""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for _, model, result in _cells(report):
-        conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
+        conditions = {**result["conditions"]["noted"], **result["conditions"]["compared"]}
         values = [result["title"], f"{result['n']:,}"]
         for name in SETTINGS:
             value = conditions.get(name)

@@ -23,9 +23,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from emo.common.errors import UserError
 from emo.common.io import untrusted
@@ -33,6 +33,7 @@ from emo.common.io.files import Hashes, write_once, write_text
 from emo.common.io.lease import Lease, hold_if_free
 
 log = logging.getLogger(__name__)
+R = TypeVar("R", bound=Mapping[str, object])  # the record of a row
 
 STORE = "store"  # next to models/ in a results directory
 RESULT = "result.json"
@@ -133,24 +134,24 @@ class Entry:
     """The files of one key. say: receives a line about each damaged file."""
 
     def __init__(
-        self, root: Path, identity: dict[str, Any], say: Callable[[str], None] = lambda text: None
+        self, root: Path, identity: Mapping[str, object], say: Callable[[str], None] = lambda text: None
     ) -> None:
         self.identity = identity
         self.key = digest_json(identity)[:32]
         self.path = root / self.key
         self._say = say
-        self._chunks: dict[int, list[dict[str, Any]]] = {}  # that were read and are undamaged
+        self._chunks: dict[int, list[Any]] = {}  # that were read and are undamaged
 
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> Any | None:
         """Return the finished result, if there is one."""
         return self._read(self.path / RESULT)
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def finish(self, result: Mapping[str, object]) -> None:
         """Publish the result of the chunks. The chunks remain as the records of the rows."""
         replace(self.path / "identity.json", seal_json(self.identity))
         replace(self.path / RESULT, seal_json(result))
 
-    def chunk(self, index: int, rows: range) -> list[dict[str, Any]] | None:
+    def chunk(self, index: int, rows: range) -> list[Any] | None:
         """Return the records of a finished, undamaged chunk, one for each of `rows`, or None."""
         if index not in self._chunks:
             records = self._read(self.path / "chunks" / f"{index:05d}.json")
@@ -158,7 +159,7 @@ class Entry:
                 self._chunks[index] = records
         return self._chunks.get(index)
 
-    def finish_chunk(self, index: int, rows: range, records: list[dict[str, Any]]) -> None:
+    def finish_chunk(self, index: int, rows: range, records: Sequence[Mapping[str, object]]) -> None:
         """Publish a chunk unless it exists. The first one counts, because machines round differently."""
         path = self.path / "chunks" / f"{index:05d}.json"
         text = seal_json(records)
@@ -181,9 +182,9 @@ def complete(
     entry: Entry,
     rows: int,
     chunk: int,
-    compute: Callable[[range], list[dict[str, Any]]],
+    compute: Callable[[range], list[R]],
     advance: Callable[[int], Any] = lambda count: None,
-) -> list[dict[str, Any]]:
+) -> list[R]:
     """Return the records of all rows of an entry. Compute the chunks that no other process is computing.
 
     Args:

@@ -39,7 +39,7 @@ def test_a_clear_regression_is_detected(tmp_path: Path) -> None:
     )
     assert find_regression(good, bad, 5.0).regressions != find_regression(good, bad, 15.0).regressions
     alone = compare_models(good, bad, ["sst2"])
-    assert alone.mean is not None and alone.mean["p"] == alone.tasks["sst2"]["p_mcnemar"]
+    assert alone.mean is not None and alone.mean.p == alone.tasks["sst2"].p_mcnemar
     with refused("own-baseline"):
         find_regression(good, good)
 
