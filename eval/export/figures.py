@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from emo.common.errors import UserError
 
 from ..results import store
-from ..results.directory import Model, is_right
+from ..results.directory import Model, Record, RowSource, TaskResult, is_right
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Figures:
     """The result of a task. Its accuracy is the unweighted mean over its groups."""
 
     task: str
-    result: dict[str, Any]
-    records: list[dict[str, Any]]  # in row order
+    result: TaskResult
+    records: list[Record]  # in row order
     accuracy: ExportedAccuracy
     groups: dict[str, ExportedAccuracy]  # {"": accuracy} if the task has none
-    rows: dict[str, Any]  # origin of the test rows
+    rows: RowSource
     finished: float  # seconds since the epoch
 
     @property

@@ -24,6 +24,7 @@ from emo.common.errors import UserError
 from ..models.base import BUDGET
 from ..models.model import EvaluatedModel, quiet_libraries
 from ..results import store
+from ..results.directory import Record
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -95,11 +96,13 @@ class StoredAnswers(LM):
             _ = self._scorer  # it logs lines, so load it before the bar appears
         with show_activity(f"{model.name} {self.label}", len(requests), "request") as advance:
 
-            def compute(numbers: range) -> list[dict[str, Any]]:
+            def compute(numbers: range) -> list[Record]:
                 answers = self._scorer.answer(kind, [requests[number] for number in numbers])
                 job.computed += 1
                 advance(len(numbers))
-                return [{"row": n, **answer} for n, answer in zip(numbers, answers, strict=True)]
+                return [
+                    {"row": n, "answer": a, **f._asdict()} for n, (a, f) in zip(numbers, answers, strict=True)
+                ]
 
             records = store.complete(entry, len(requests), chunk, compute, advance)
         if entry.result() is None:
@@ -130,7 +133,7 @@ class RecordingHFLM(HFLM):
         self.ends = {*model.ends}
         self.fates: list[Fate] = []
 
-    def answer(self, kind: str, requests: list[Instance]) -> list[dict[str, Any]]:
+    def answer(self, kind: str, requests: list[Instance]) -> list[tuple[Any, Fate]]:
         """Return the answer to each request, and what was cut."""
         self.fates = []
         marks = Marks(self)
@@ -149,7 +152,7 @@ class RecordingHFLM(HFLM):
                     "Try --dtype float32.",
                     code="not-finite",
                 )
-        return [{"answer": answer, **fate._asdict()} for answer, fate in zip(answers, fates, strict=True)]
+        return list(zip(answers, fates, strict=True))
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> list[tuple[float, bool]]:
         lengths = [len(context or ()) + len(tail) for _, context, tail in requests]

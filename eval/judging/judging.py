@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
@@ -40,7 +39,7 @@ SNAPSHOT = re.compile(r"-(\d{4}|\d{6}|\d{8}|\d{4}-\d{2}-\d{2})(-preview)?")
 
 
 def judge_pairs(
-    judge: Judge, by: str, pairs: Pairs, replies: Sequence[Record], facts: dict[str, Any]
+    judge: Judge, by: str, pairs: Pairs, replies: Sequence[Record], facts: Mapping[str, object]
 ) -> Judged:
     """Return the verdicts on pairs from the replies to their prompts.
 
@@ -273,7 +272,7 @@ def _parse_reply(row: FileRow) -> Record:
     return reply | _model_of(body, row.source)
 
 
-def _model_of(fields: dict[str, Any], source: str) -> Record:
+def _model_of(fields: Mapping[str, object], source: str) -> Record:
     """Return {"model": NAME}, or {} if no model is named."""
     name = fields.get("model")
     if not isinstance(name, str | None):

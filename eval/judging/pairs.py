@@ -77,7 +77,7 @@ class Judged:
     b: str
     orders: int
     rows: list[Record]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     questions: str = ""
 
 

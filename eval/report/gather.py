@@ -137,11 +137,7 @@ class Report:
     def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
         """Return accuracy, low and high of a model on a task, or of their mean (None) if it has all tasks."""
         results = [model.results.get(t) for t in (self.tasks if task is None else [task])]
-        levels = [
-            (result["accuracy"], result["interval"]["low"], result["interval"]["high"])
-            for result in results
-            if result
-        ]
+        levels = [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results if r]
         if not levels or len(levels) < len(results):
             return None
         mean, interval = stats.mean_interval(levels)
@@ -159,9 +155,9 @@ class Report:
             c = self.against.get(baseline or first, {}).get(model.name)
             complete = c and (baseline or len(c.tasks) == len(self.tasks))
             x = (c.tasks.get(task) if task else c.mean if complete else None) if c else None
-            level = self.level(model, task)
-            if baseline is not None:
-                level = (x.difference, x.interval.low, x.interval.high) if x else None
+            level = (x.difference, x.interval.low, x.interval.high) if x else None
+            if baseline is None:
+                level = self.level(model, task)
             if level:
                 direction = x.direction if x else 0
                 points = [100 * value for value in level]

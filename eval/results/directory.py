@@ -74,7 +74,7 @@ class Conditions(TypedDict):
     noted: dict[str, str]
 
 
-class Measure(TypedDict):
+class MeasureNumbers(TypedDict):
     """The value of a metric whose rows are not right or wrong, for example a perplexity of lm-eval."""
 
     value: float
@@ -110,7 +110,7 @@ class TaskResult(TypedDict):
     leaked: NotRequired[int]
     clean: NotRequired[Mapping[str, object]]  # the accuracy without leaked rows
     worst: NotRequired[list[Record]]
-    measure: NotRequired[Measure]
+    measure: NotRequired[MeasureNumbers]
     metrics: NotRequired[dict[str, float]]  # lm-eval's
     answers_cut: NotRequired[int | None]
 
