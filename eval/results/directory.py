@@ -36,7 +36,7 @@ RESULT = {
 }  # fmt: skip
 
 Record = dict[str, Any]  # of a test row or of a text, as stored
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # receives lines for the user
 
 
 class Description(TypedDict):
