@@ -121,7 +121,7 @@ class Job:
             result = entry.result()
             assert result is not None
         # The origin of the test rows is not part of the key, but their content is.
-        hub = task.spec.hub and task.spec.hub.model_dump()
+        hub = task.spec.hub.model_dump() if task.spec.hub else None
         rows: RowSource = {"from_hub": settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
         self.write_view(task.name, entry.key, result, rows)
         return result

@@ -141,7 +141,7 @@ def _difference_of_measures(a: Model, b: Model, task: str) -> tuple[stats.Estima
         records = model.read_records(task)
         values, weights = ([r[name] for r in records] for name in ("value", "weight"))
         estimates.append(stats.estimate_measure(values, weights, about["scale"]))
-    return estimates[1] - estimates[0], about["higher_is_better"]
+    return estimates[1] - estimates[0], bool(about["higher_is_better"])
 
 
 def _describe_tasks(

@@ -24,7 +24,7 @@ from ..judging.results import JUDGEMENTS, read_judgements
 from ..results import stats
 from ..results.directory import MODELS, Model, TaskResult, find_model, only_answer, read_models
 from ..results.store import STORED_BYTES
-from .compare import Comparison, compare_models, sort_tasks
+from .compare import Comparison, MeanOfDifferences, TaskDifference, compare_models, sort_tasks
 from .families import choose_baselines, find_ancestors, group_families
 from .judged import compare_judgements
 
@@ -124,10 +124,10 @@ class Report:
         found = [(task, m, m.all_results.get(task)) for task in tasks for m in self.models]
         return [(task, model, result) for task, model, result in found if result and "metrics" in result]
 
-    def against_first(self, model: Model) -> tuple[str, Comparison] | None:
-        """Return the first baseline of a model, and the comparison with it."""
-        pairs = ((baseline, others.get(model.name)) for baseline, others in self.against.items())
-        return next(((baseline, c) for baseline, c in pairs if c), None)
+    def against_first(self, model: Model) -> Comparison | None:
+        """Return the comparison of a model with its first baseline."""
+        comparisons = (others.get(model.name) for others in self.against.values())
+        return next(filter(None, comparisons), None)
 
     def chance(self, task: str | None, key: str = "chance") -> float:
         """Return the chance (or the majority label's share) of a task, or the mean over tasks (None)."""
@@ -151,10 +151,11 @@ class Report:
         """
         effects = []
         for model in self.models:
-            first = next((name for name, others in self.against.items() if model.name in others), "")
-            c = self.against.get(baseline or first, {}).get(model.name)
+            c = self.against.get(baseline, {}).get(model.name) if baseline else self.against_first(model)
             complete = c and (baseline or len(c.tasks) == len(self.tasks))
-            x = (c.tasks.get(task) if task else c.mean if complete else None) if c else None
+            x: TaskDifference | MeanOfDifferences | None = None
+            if c is not None:
+                x = c.tasks.get(task) if task else c.mean if complete else None
             level = (x.difference, x.interval.low, x.interval.high) if x else None
             if baseline is None:
                 level = self.level(model, task)
@@ -296,6 +297,7 @@ def _wrong_runs(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
 def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
     """Return the numbers of a model on a task, also without the test rows in its training text."""
     result = model.results[task]
+    values: Mapping[str, object] = result
     shared = None
     untrained = None
     if overlap is not None and any((records := model.records(task)).texts):
@@ -308,10 +310,10 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
     counts = ("leaked", "rows_shortened", "rows_cut", "retriever", "shots", "conditions")
     return {
         **{"model": model.name, "task": task, "key": model.views[task]["key"], "prompt": result["version"]},
-        **{name: result[name] for name in first},
+        **{name: values[name] for name in first},
         **{name: result["interval"][name] for name in ("low", "high")},
         **{name: facts["accuracy"] for name, facts in result["scores"].items()},
-        **{name: result[name] for name in counts},
+        **{name: values[name] for name in counts},
         **{"clean_accuracy": result["clean"]["accuracy"], "trained_on": shared},
         **{"untrained_accuracy": untrained},
         **{name: model.facts.get(name) for name in ("step", "tokens", "objective")},

@@ -271,7 +271,7 @@ def _harness(report: Report) -> Table:
             if metric == result["score"] and (measure := result.get("measure")):
                 if measure["interval"]:
                     cells[0] = Cell("{low:.4g} to {high:.4g}".format(**measure["interval"]))
-                if found and (x := found[1].measures.get(task)):
+                if found and (x := found.measures.get(task)):
                     verdict, tone = VERDICTS[x.direction]
                     cells[1] = Cell(verdict, f"{x.difference:+.4g}, {p_value(x.p_holm)}", tone)
             decides = "best" if metric == result["score"] else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,7 @@ def write_result(
     chunk = out / "store" / key / "chunks" / "00000.json"
     chunk.parent.mkdir(parents=True, exist_ok=True)
     chunk.write_text(store.seal_json(records))
-    actual = asdict(stats.accuracy(list(right), groups))
-    actual = {"accuracy": actual.pop("value"), **actual}
+    actual = stats.accuracy(list(right), groups).to_json()
     mistakes = [
         {"row": r["row"], "id": r["id"], "text": "a text", "gold": "a", "prediction": "b", "dropped": 0,
          "scores": {"a": 2.0, "b": 1.0}, "demonstrations": [{"text": "a text", "label": "a"}]}
