@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -161,7 +161,7 @@ def _task_config(name: str, figures: Figures) -> dict[str, object]:
             "version": result["version"],
             "score": result["score"],
             "rows_shortened": result["rows_shortened"],
-            "conditions": {**result["conditions"]["compared"], **result["conditions"]["noted"]},
+            "conditions": result["conditions"]["compared"] | result["conditions"]["noted"],
         },
     }
 
@@ -216,13 +216,12 @@ def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counte
     full = Counter(row[GROUP] for row in data.rows["test"])
     if result["n"] < full.total():
         data = load_data(task, source, limit=result["n"], shots=result["shots"])
-    compared: Mapping[str, object] = result["conditions"]["compared"]
     for name, digest, option in (
         ("test_rows", data.digests["test"], "--data"),
         ("pool_rows", data.digests["train"], "--data"),
         ("prompt", store.digest_json(task.identity()), "--tasks"),
     ):
-        if digest[:16] != compared[name]:
+        if digest[:16] != result["conditions"]["compared"][name]:
             raise UserError(
                 f"task {task.name} has different {DIGESTS[name]}. Set the {option} of its evaluation.",
                 code="task-differs",

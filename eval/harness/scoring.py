@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 from unittest import mock
 
 import lm_eval
@@ -24,7 +24,7 @@ from emo.common.errors import UserError, one_line
 from ..icl.job import CHUNK, Job
 from ..models.model import EvaluatedModel
 from ..results import stats, store
-from ..results.directory import Compared, Record, TaskResult
+from ..results.directory import Record, TaskResult
 from .adapter import Fate, StoredAnswers
 
 VERSION = 1  # of the records and results made here
@@ -49,13 +49,6 @@ SCALES = {
 }
 
 
-class Loaded(TypedDict):
-    """What lm-eval's TaskManager returns, by name."""
-
-    tasks: Mapping[str, Any]
-    groups: Mapping[str, Any]
-
-
 class Run(NamedTuple):
     """What lm_eval.evaluate returned for a task or group."""
 
@@ -73,13 +66,13 @@ def seed() -> None:
     torch.manual_seed(DEFAULT_OTHER_SEED)
 
 
-def evaluate_harness_task(name: str, title: str, loaded: Loaded, job: Job) -> TaskResult:
+def evaluate_harness_task(name: str, title: str, loaded: Any, job: Job) -> TaskResult:
     """Return the result of the job's model on a task or group, and write its view.
 
     Args:
         name: Of the results.
         title: Of the task in reports.
-        loaded: The tasks and groups.
+        loaded: lm-eval's tasks and groups.
         job: The model and its settings.
     """
     if not isinstance(job.model, EvaluatedModel):
@@ -115,7 +108,7 @@ def evaluate_harness_task(name: str, title: str, loaded: Loaded, job: Job) -> Ta
     return result
 
 
-def _run(loaded: Loaded, answers: StoredAnswers) -> Run:
+def _run(loaded: Any, answers: StoredAnswers) -> Run:
     """Run lm_eval.evaluate as lm_eval.simple_evaluate does, which would return nothing on some ranks."""
     settings = answers.job.settings
     for part in loaded["tasks"].values():
@@ -202,7 +195,7 @@ def _summarise(job: Job, run: Run, name: str, title: str, records: list[Record])
     shots = sorted({int(part.get_config("num_fewshot") or 0) for part in run.tasks.values()})
     versions = sorted({str(part.VERSION) for part in run.tasks.values()})
     generated = any(part.OUTPUT_TYPE == "generate_until" for part in run.tasks.values())
-    compared: Compared = {
+    compared = {
         "test_rows": store.digest_json([[r["group"], r["id"], r["gold"]] for r in records])[:16],
         "prompt": store.digest_json(run.answers.contents)[:16],
         "score": deciding,

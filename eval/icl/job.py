@@ -23,16 +23,7 @@ from ..models.base import LanguageModel, NotFiniteError, Say
 from ..models.encoder import Encoder
 from ..models.model import EvaluatedModel, quiet_libraries
 from ..results import store
-from ..results.directory import (
-    MODELS,
-    Compared,
-    Conditions,
-    Record,
-    RowSource,
-    TaskResult,
-    claim_name,
-    only_answer,
-)
+from ..results.directory import MODELS, Conditions, Record, RowSource, TaskResult, claim_name, only_answer
 from .settings import CANDIDATES, RETRIEVERS, SEED, VERSION, Settings
 from .task_data import TaskData, load_data
 from .tasks import GROUP, LABEL, ROW, ForeignTask, Task
@@ -114,9 +105,8 @@ class Job:
             from .task_metrics import summarise_task
 
             records = self._records(task, data, retrieval.indices, entry)
-            dtype = self.model.computed_dtype  # also if it was `auto`
-            compared: Compared = {**conditions["compared"], "dtype": dtype}
-            conditions = {"compared": compared, "noted": conditions["noted"]}
+            dtype = {"dtype": self.model.computed_dtype}  # also if it was `auto`
+            conditions = {"compared": conditions["compared"] | dtype, "noted": conditions["noted"]}
             entry.finish(summarise_task(task, data, records, settings, conditions))
             result = entry.result()
             assert result is not None
@@ -128,27 +118,20 @@ class Job:
 
     def _conditions(self, task: Task, data: TaskData, retrieval: Retrieval) -> Conditions:
         settings = self.settings
-        return {
-            "compared": {
-                "test_rows": data.digests["test"][:16],
-                "pool_rows": data.digests["train"][:16],
-                "prompt": store.digest_json(task.identity())[:16],
-                "shots": retrieval.shots,
-                "retriever": retrieval.retriever,
-                "encoder": retrieval.encoder[:16],
-                "inferencer": settings.inferencer,
-                "faithful": settings.faithful,
-                "score": settings.score,
-                "max_tokens": settings.max_tokens,
-                "dtype": self.model.dtype,
-                "scorer": VERSION,
-            },
-            "noted": {
-                "prompt_version": task.version,
-                "demonstrations": store.digest_json(retrieval.indices)[:16],
-                "pool": f"{len(data.rows['train'])} of {data.pool}",
-            },
+        compared = {
+            "test_rows": data.digests["test"][:16],
+            "pool_rows": data.digests["train"][:16],
+            "prompt": store.digest_json(task.identity())[:16],
+            "shots": retrieval.shots,
+            "retriever": retrieval.retriever,
+            "encoder": retrieval.encoder[:16],
+            **{name: getattr(settings, name) for name in ("inferencer", "faithful", "score", "max_tokens")},
+            "dtype": self.model.dtype,
+            "scorer": VERSION,
         }
+        noted = {"prompt_version": task.version, "demonstrations": store.digest_json(retrieval.indices)[:16]}
+        noted["pool"] = f"{len(data.rows['train'])} of {data.pool}"
+        return {"compared": compared, "noted": noted}
 
     def write_view(self, task: str, key: str, result: TaskResult, rows: RowSource) -> None:
         """Show a stored result in reports. rows: the origin of the test rows."""

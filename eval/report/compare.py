@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -184,8 +184,7 @@ def describe_lost(title: str, lost: dict[str, list[Lost]]) -> str:
 
 def find_differences(a: TaskResult, b: TaskResult) -> str:
     """Return the conditions that prevent comparing two results of a task, or ""."""
-    first: Mapping[str, object] = a["conditions"]["compared"]
-    second: Mapping[str, object] = b["conditions"]["compared"]
+    first, second = (result["conditions"]["compared"] for result in (a, b))
     versions = " and ".join(sorted({r["conditions"]["noted"]["prompt_version"] for r in (a, b)}))
     names = [n for n in sorted(first.keys() | second.keys()) if first.get(n) != second.get(n)]
     both = {name: f"{name}: {first.get(name)} and {second.get(name)}" for name in names}

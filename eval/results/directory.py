@@ -50,27 +50,10 @@ class Description(TypedDict):
     facts: dict[str, Any]  # step, tokens, objective and run, if the trainer recorded them
 
 
-class Compared(TypedDict, total=False):
-    """Conditions of a result. Two results are comparable if all of them are equal."""
-
-    test_rows: str
-    pool_rows: str
-    prompt: str
-    shots: int
-    retriever: str
-    encoder: str
-    inferencer: str
-    faithful: bool
-    score: str
-    max_tokens: int | None
-    dtype: str
-    scorer: int | str
-
-
 class Conditions(TypedDict):
-    """What a result depends on. Results with different values in `noted` are still comparable."""
+    """What a result depends on. Two results are comparable if all of `compared` is equal."""
 
-    compared: Compared
+    compared: dict[str, Any]
     noted: dict[str, str]
 
 
