@@ -197,11 +197,6 @@ class Exchanged(NamedTuple):
         return {"role": "assistant", "content": content.lstrip() if tag else content, **thought}
 
 
-def question_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
-    """Return the token ids of a question up to the beginning of the answer, as in training."""
-    return conversation_ids(model, template, [], question)
-
-
 def conversation_ids(
     model: EvaluatedModel, template: str, history: Sequence[Exchanged], question: Question, system: str = ""
 ) -> list[int]:
@@ -262,7 +257,7 @@ class Answering(TextJob):
         suffix = f"-s{seed}" if seed and not engine.decoding.greedy else ""
         folder = f"{name}-{engine.decoding.name}{suffix}"
         self.directory = out / MODELS / self.model.name / "answers" / folder
-        self.prompts = [question_ids(self.model, question, template) for question in questions]
+        self.prompts = [conversation_ids(self.model, template, [], question) for question in questions]
 
     def run(self, say: Say) -> None:
         """Generate or read all answers, write them, and report how many are empty or cut off."""

@@ -359,7 +359,7 @@ def _settings(report: Report) -> list[Block]:
     """Return the settings that differ, in rows of models and tasks with the same ones, and the others."""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for _, model, result in _cells(report):
-        conditions = {**result["conditions"]["noted"], **result["conditions"]["compared"]}
+        conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
         values = [result["title"], f"{result['n']:,}"]
         for name in SETTINGS:
             value = conditions.get(name)

@@ -382,7 +382,8 @@ def test_a_question_is_encoded_as_in_training(world: Path, tmp_path: Path, templ
             exchange = Exchange(q["instruction"], "Because it is.", q["input"])
             rows = RowEncoder(settings).conversations([Conversation((exchange,))])
             expected = rows.ids[: int(rows.spans[0][0][0])].tolist()
-        assert answers.question_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
+        model = EvaluatedModel(str(directory))
+        assert answers.conversation_ids(model, template, [], question) == list(expected)
 
 
 def test_templates_are_found_and_mismatches_are_reported(world: Path, tmp_path: Path) -> None:
