@@ -100,9 +100,8 @@ class StoredAnswers(LM):
                 answers = self._scorer.answer(kind, [requests[number] for number in numbers])
                 job.computed += 1
                 advance(len(numbers))
-                return [
-                    {"row": n, "answer": a, **f._asdict()} for n, (a, f) in zip(numbers, answers, strict=True)
-                ]
+                found = zip(numbers, answers, strict=True)
+                return [{"row": row, "answer": answer, **fate._asdict()} for row, (answer, fate) in found]
 
             records = store.complete(entry, len(requests), chunk, compute, advance)
         if entry.result() is None:

@@ -58,9 +58,7 @@ class Agreement(TypedDict):
     rows: int
     raters: int
     no_majority: int
-    agreement: dict[
-        str, float
-    ]  # an unreadable verdict, or one that changes with the order, is wrong (Auto-J)
+    agreement: dict[str, float]  # a verdict that is unreadable or changes with the order is wrong (Auto-J)
     unreadable_as_ties: float  # the same with unreadable verdicts as ties, as in PandaLM
     kappa: float | None
     kappa_of_people: float | None
@@ -285,9 +283,7 @@ def describe_judgement(numbers: JudgementNumbers) -> Iterator[str]:
         parties = "  their scores"
     if rate := numbers["win_rate"]:
         shares = {"win": numbers["win"], "tie": numbers["tie"], "loss": numbers["loss"]}
-        yield f"{parties}: " + ", ".join(
-            f"{name} {percent(share)}" for name, share in shares.items() if share
-        )
+        yield f"{parties}: {', '.join(f'{name} {percent(share)}' for name, share in shares.items() if share)}"
         lengths = numbers["lengths"]
         controlled = numbers["length_controlled"]
         at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
