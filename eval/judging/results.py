@@ -366,7 +366,8 @@ def read_judgements(outs: Sequence[Path], say: Say) -> list[Judgement]:
     judgements = []
     for path in (path for out in outs for path in sorted((out / JUDGEMENTS).glob("*.json"))):
         value = store.read_json_or_none(path)
-        if isinstance(value, dict) and value.get("version") == VERSION:
+        valid = isinstance(value, dict) and value.get("version") == VERSION
+        if valid:
             judgements.append(Judgement(value, path))
         else:
             say(f"skipped {path}: damaged, or a judgement of another version. Judge again.")

@@ -329,7 +329,7 @@ def _confusions(report: Report) -> list[Block]:
     folds: dict[str, list[Block]] = {}
     for _, model, result in _cells(report):
         shares = [[Cell(f"{n:,}", shade=n / max(sum(row), 1)) for n in row] for row in result["confusion"]]
-        rows = [[label, *row] for label, row in zip(result["labels"], shares, strict=True)]
+        rows: list[list[Any]] = [[x, *row] for x, row in zip(result["labels"], shares, strict=True)]
         if len(rows) <= CONFUSION_LABELS:
             table = Table(["Right label", *result["labels"]], rows, label=model.name)
             folds.setdefault(result["title"], []).append(table)
