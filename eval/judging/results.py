@@ -365,7 +365,7 @@ def read_judgements(outs: Sequence[Path], say: Say) -> list[Judgement]:
     """Return all judgements under some results directories. say: receives a line per skipped file."""
     judgements = []
     for path in (path for out in outs for path in sorted((out / JUDGEMENTS).glob("*.json"))):
-        value = store.read_json_or_none(path)
+        value: Any = store.read_json_or_none(path)
         valid = isinstance(value, dict) and value.get("version") == VERSION
         if valid:
             judgements.append(Judgement(value, path))
