@@ -137,7 +137,7 @@ class EvaluatedModel(LanguageModel):
             return content
 
         files = store.digest_files(self.path, self._tokenizer_files())
-        return store.cached_digest("tokenizers", store.digest([TOKENIZER_VERSION, files]), compute)
+        return store.cached_digest("tokenizers", store.digest_json([TOKENIZER_VERSION, files]), compute)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, never truncated."""
@@ -341,7 +341,8 @@ def tokenizer_content(tokenizer: Any) -> str:
     order = [pieces[i * step % len(pieces)] for i in range(len(pieces))]
     texts += ["".join(order[i : i + PIECES_PER_TEXT]) for i in range(0, len(order), PIECES_PER_TEXT)]
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
-    return store.digest([vocabulary, sorted(tokenizer.all_special_ids), special, tokenizer(texts).input_ids])
+    ids = tokenizer(texts).input_ids
+    return store.digest_json([vocabulary, sorted(tokenizer.all_special_ids), special, ids])
 
 
 def hub_snapshot(name: str, revision: str | None = None) -> Path:
@@ -366,7 +367,7 @@ def with_base(directory: Path) -> Path:
         return directory
     name, revision = base_of_adapter(directory)
     base = hub_snapshot(name, revision)
-    key = store.digest([str(directory.resolve()), str(base.resolve())])
+    key = store.digest_json([str(directory.resolve()), str(base.resolve())])
     target = store.cache_directory() / "adapters" / key
     files = files_with_base(directory, base)
     target.mkdir(parents=True, exist_ok=True)
