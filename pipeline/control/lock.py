@@ -103,7 +103,7 @@ class RunLock:
         if self._heartbeat is not None:
             self._heartbeat.write_copy(self._state)
 
-    def record_facts(self, **facts: Any) -> None:
+    def record_facts(self, **facts: object) -> None:
         """Write this rank's heartbeat with what was measured since the last log window."""
         if self._heartbeat is not None:
             self._heartbeat.write(self._state, **facts)

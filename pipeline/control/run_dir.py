@@ -4,8 +4,8 @@ config.yaml      the resolved configuration, and the identity of its inputs (ide
 trunk.yaml       config.yaml of the run that train.decay_from names
 data_hashes.json the shards whose content was verified
 metrics.jsonl    a line per logged step, and per validation set and validated step
-validation/      the NLL of every document of each validation set, by step (monitor/validation.py), and the
-                 predictions of the model before training (monitor/base.py)
+validation/      the NLL of every document of each validation set, by step (monitor/documents.py), and the
+                 predictions of the model before training (validation/base.py)
 launches.jsonl   a line when a launch starts to train, and a line with the reason when it ends
 samples.jsonl    the model's continuations of train.sample_prompts at each checkpoint
 log.txt          output of the launcher, compilers and libraries
@@ -215,7 +215,7 @@ def drop_records(path: Path, step: int) -> None:
             file.write(b"\n")
 
 
-def read_heartbeat(run_dir: Path) -> dict[str, Any]:
+def read_heartbeat(run_dir: Path) -> dict[str, object]:
     """Return the content of heartbeat.json, empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return dict(read_json(run_dir / HEARTBEAT))

@@ -28,7 +28,7 @@ from ..control.run_dir import (
     read_heartbeat,
     read_records,
 )
-from ..monitor.validation import FEWEST, Change, compute_change, read_documents
+from ..monitor.documents import FEWEST, Change, compute_change, read_documents
 
 KILLED = "ended without a record"  # the process was killed or the machine failed
 KL = "validation_kl_from_base"

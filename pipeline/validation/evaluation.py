@@ -12,7 +12,7 @@ from ..control.world import gather_objects
 from ..engine.engine import Engine
 from ..engine.totals import StepTotals
 from ..model.objectives import Losses, measuring
-from .validation import Documents, group_by_document
+from ..monitor.documents import Documents, group_by_document
 
 Base = Callable[[np.ndarray], dict[str, Any]]  # returns a model's inputs for its KL from the base, by rows
 
