@@ -34,6 +34,7 @@ from emo.pipeline.config import RunConfig
 from emo.pipeline.loss.expected import CostOperator
 
 from .known_truth import bigram
+from .sweeps.statistics import MapRow
 
 MAP = Path(__file__).parent / "known_truth" / "map.json"
 POSITIONS = 1024  # of held-out text, at which the model's confusions are measured
@@ -76,9 +77,10 @@ def advise(config: RunConfig) -> int:
     return ExitCode.DONE
 
 
-def advise_off_map(rows: list[dict[str, Any]], V: int, draws: float) -> str:
+def advise_off_map(rows: list[MapRow], V: int, draws: float) -> str:
     """Return the advice for data that are not on the map."""
-    sizes, counts = ([row[axis] for row in rows] for axis in ("V", "draws"))
+    sizes = [row["V"] for row in rows]
+    counts = [row["draws"] for row in rows]
     return (
         f"Whether EMO beats MLE here is not known. Your data have a vocabulary of {V:,} tokens and "
         f"{draws:,.0f} supervised tokens for each; the studies cover {min(sizes)} to {max(sizes)} tokens "
@@ -86,7 +88,7 @@ def advise_off_map(rows: list[dict[str, Any]], V: int, draws: float) -> str:
     )
 
 
-def advise_sentence(row: dict[str, Any] | None, begins: bool) -> str:
+def advise_sentence(row: MapRow | None, begins: bool) -> str:
     """Return the advice in a sentence. `begins`: see `describe_cell`."""
     answer = None if row is None else row["verdicts"]["begins" if begins else "beyond-sharpening"]["answer"]
     if answer == "yes":
@@ -96,7 +98,7 @@ def advise_sentence(row: dict[str, Any] | None, begins: bool) -> str:
     return "Whether EMO beats MLE here is not known: compare both objectives on a part of your data."
 
 
-def describe_cell(rows: list[dict[str, Any]], position: MapPosition, begins: bool) -> list[str]:
+def describe_cell(rows: list[MapRow], position: MapPosition, begins: bool) -> list[str]:
     """Describe the nearest cell of the map in lines.
 
     begins: whether the head is initialised with the embedding of the costs.
@@ -114,20 +116,21 @@ def describe_cell(rows: list[dict[str, Any]], position: MapPosition, begins: boo
     return lines
 
 
-def find_nearest_cell(rows: list[dict[str, Any]], position: MapPosition) -> dict[str, Any] | None:
+def find_nearest_cell(rows: list[MapRow], position: MapPosition) -> MapRow | None:
     """Return the cell that is nearest by vocabulary, then draws, then share, or None outside of the map."""
 
-    def ratio(axis: str, row: dict[str, Any]) -> float:
-        return abs(math.log(row[axis] / max(getattr(position, axis), 1e-9)))
+    def distance(row: MapRow) -> tuple[float, float, float]:
+        ratios = (row["V"] / max(position.V, 1e-9), row["draws"] / max(position.draws, 1e-9))
+        size, draws = (abs(math.log(ratio)) for ratio in ratios)
+        return size, draws, abs(row["share"] - position.share)
 
-    row = min(
-        rows, key=lambda row: (ratio("V", row), ratio("draws", row), abs(row["share"] - position.share))
-    )
-    for axis in ("V", "draws"):
-        values = [row[axis] for row in rows]
-        if not min(values) / BEYOND <= getattr(position, axis) <= max(values) * BEYOND:
+    for row_axis, value in (
+        ([row["V"] for row in rows], position.V),
+        ([row["draws"] for row in rows], position.draws),
+    ):
+        if not min(row_axis) / BEYOND <= value <= max(row_axis) * BEYOND:
             return None
-    return row
+    return min(rows, key=distance)
 
 
 def measure_recipe_fit(config: RunConfig, text: TokenDataset) -> float:

@@ -35,7 +35,7 @@ from ..config import RunConfig
 from ..control.world import gather_objects
 from ..engine.engine import Engine
 from ..loss import plan_tokens
-from ..loss.models.head import BOUNDS, DEMONSTRATION, DOMAIN, LONGEST, TEACHER_POSITIONS, segments
+from ..loss.models.head import BOUNDS, DEMONSTRATION, DOMAIN, LONGEST, TEACHER_POSITIONS, MicroBatch, segments
 from ..model.export import unwrap
 from ..model.objectives import as_schedule, judged_objective
 from .loader import StepBatch, Writing
@@ -52,7 +52,7 @@ class Prompt(NamedTuple):
     last: int  # last token of the answer
 
 
-def find_prompts(micro: dict[str, Any]) -> list[Prompt]:
+def find_prompts(micro: MicroBatch) -> list[Prompt]:
     """Return the part of each supervised document before its first supervised token.
 
     A document that is supervised from the start gives its first half.
@@ -187,7 +187,7 @@ class Rows:
         self.filled[row] = last
         return first
 
-    def inputs(self, block: int) -> dict[str, Any]:
+    def inputs(self, block: int) -> MicroBatch:
         """Return the arguments of a model. Padding has positions below `block`."""
         for row, first in enumerate(self.filled):
             self.positions[row, first:] = torch.arange(self.ids.shape[1] - first) % block
@@ -196,11 +196,11 @@ class Rows:
 
 
 def repack_rows(
-    micro: dict[str, Any],
+    micro: MicroBatch,
     prompts: Sequence[Prompt],
     texts: Sequence[Sequence[int]],
     context: int | None = None,
-) -> dict[str, Any]:
+) -> MicroBatch:
     """Return a micro-batch of the same shape with prompts and texts, of which the texts are supervised.
 
     With a `context`, the teacher gets rows of twice the length. In these, each document begins with the

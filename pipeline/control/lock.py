@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from emo.common.errors import FailureError, UserError, may_pass
 from emo.common.io.files import write_text

@@ -73,6 +73,7 @@ class Best(NamedTuple):
     value: float
 
 
+Record = dict[str, Any]  # a line of JSON
 FileFacts = dict[str, int | str]  # size and sha256 of a file
 
 
@@ -167,12 +168,12 @@ def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts
     return None
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[Record]:
     """Return a run's records, each with numbers by name. A record of a validation has a `set`."""
     return read_records(run_dir / METRICS)[0]
 
 
-def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_records(path: Path) -> tuple[list[Record], int]:
     """Return the objects with a `step` in a file of JSON lines, and the number of other lines."""
     records = []
     damaged = 0
@@ -184,7 +185,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, damaged
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _record(line: bytes) -> Record | None:
     with contextlib.suppress(ValueError):
         record = parse_json(line.decode())
         if isinstance(record, dict) and type(record.get("step")) is int:

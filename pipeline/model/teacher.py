@@ -28,6 +28,7 @@ from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..engine.average import AVERAGED
 from ..engine.devices import usable_attention
+from ..engine.ds_config import DsConfig
 from ..loss import fuse_model, get_objective, probe_model
 from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
 from ..loss.models.head import packing_problem
@@ -111,7 +112,7 @@ def teacher_identity(config: RunConfig, world: World) -> str | None:
 
 
 def add_teacher(
-    model: Any, config: RunConfig, ds_config: dict[str, Any], world: World, packs: bool
+    model: Any, config: RunConfig, ds_config: DsConfig, world: World, packs: bool
 ) -> dict[str, nn.Parameter]:
     """Load the live teacher of a recipe, if any, and attach it to the trained model. All ranks must call.
 

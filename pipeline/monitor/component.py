@@ -51,11 +51,11 @@ class Component:
         """Handle a checkpoint of a run that continues or is finished."""
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state that a checkpoint keeps, as JSON can hold it. Called if the component has a name."""
+        """Return the state that a checkpoint keeps, as JSON can hold it. Components with a name have one."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the `state_dict` of a checkpoint. Called before training, if the checkpoint has one."""
+        """Continue from the `state_dict` in the checkpoint that the run resumes from."""
 
     def close(self) -> None:
         """Write what is left. Called once, after the last step."""
