@@ -47,7 +47,7 @@ from .checkpoint.saver import (
 from .config import RunConfig
 from .control.lock import RunLock
 from .control.run_dir import CONFIG, EXPORT, INITIAL, checkpoints, step_directory
-from .control.stop import RESUME, StopRequest, Watch, node_name
+from .control.stop import RESUME, SignalWatch, StopRequest, node_name
 from .control.world import (
     World,
     diagnose_hang,
@@ -79,7 +79,7 @@ from .monitor.upkeep import GarbageCollection, Heartbeat
 from .planning.checks import TrainingRun, check_run
 from .planning.plan import predict_step
 from .validation.base import find_bases
-from .validation.evaluation import evaluate
+from .validation.evaluation import measure_set
 from .validation.samples import Samples
 from .validation.selection import Selection
 
@@ -107,7 +107,7 @@ class Trainer:
     selection: Selection
     components: tuple[Component, ...]
 
-    def __init__(self, config: RunConfig, world: World, watch: Watch, console: Console) -> None:
+    def __init__(self, config: RunConfig, world: World, watch: SignalWatch, console: Console) -> None:
         self.config = config
         self.world = world
         self.watch = watch
@@ -427,7 +427,7 @@ class Trainer:
         with self.lock.activity("validating"):
             for name, rows in self.validation.items():
                 max_rows = self.config.train.eval_rows
-                result = evaluate(self.engine, self.losses, rows, max_rows, self.bases.get(name))
+                result = measure_set(self.engine, self.losses, rows, max_rows, self.bases.get(name))
                 self.metrics.record_validation(self.state, name, *result)
                 measured[name] = result[0]
         self.metrics.exclude_pause()

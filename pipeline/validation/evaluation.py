@@ -17,7 +17,7 @@ from ..monitor.documents import Documents, group_by_document
 Base = Callable[[np.ndarray], MicroBatch]  # returns a model's inputs for its KL from the base, by rows
 
 
-def evaluate(
+def measure_set(
     engine: Engine, losses: Losses, validation: Batches, max_rows: int, base: Base | None = None
 ) -> tuple[StepTotals, Documents]:
     """Measure the first rows of a validation set. Return totals, and the NLL of each document.
