@@ -310,7 +310,7 @@ def try_rates(
 
         def look(part: bigram.BigramSample, step: int, learned: Tensor) -> None:
             pairs = zip(part.seeds, learned, strict=True)
-            values = (divergence(truths[number], z, study.outcome) for number, z in pairs)
+            values = (measure_truth(truths[number], z)[study.outcome] for number, z in pairs)
             totals[step] = totals.get(step, 0.0) + sum(values)
 
         fitted = contestant.fit(sample, rate, study.steps, look)
@@ -333,13 +333,8 @@ def inf_if_nan(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def divergence(truth: bigram.Truth, logits: Tensor, measure: str, temperature: float = 1.0) -> float:
-    """Return a measure between logits [V, V] and a truth, weighted by the frequency of contexts."""
-    return measure_truth(truth, logits, temperature)[measure]
-
-
 def measure_truth(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> dict[str, float]:
-    """Return all measures between logits [V, V] and a truth."""
+    """Return all measures between logits [V, V] and a truth, weighted by the frequency of contexts."""
     measured = distributions.measures(truth.rows.log(), distributions.log_probs(logits, temperature))
     return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
@@ -365,7 +360,7 @@ def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) ->
         matched = dict.fromkeys(values, math.nan)
     values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
     values["temperature"] = find_best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
-    values["tempered_js"] = divergence(truth, learned, "js", values["temperature"])
+    values["tempered_js"] = measure_truth(truth, learned, values["temperature"])["js"]
     return values
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from emo.pipeline.cli import run_and_exit
 from emo.pipeline.planning import health, preflight
 
 
