@@ -58,7 +58,7 @@ def advise(config: RunConfig) -> int:
     cells = json.loads(MAP.read_text(encoding="utf-8"))
     V = data.manifest.vocab_size
     tokens = data.manifest.valid_tokens
-    if find_nearest_cell(cells["rows"], MapPosition(V, tokens / V, 0)) is None:  # with any costs
+    if not is_on_map(cells["rows"], V, tokens / V):
         print(advise_off_map(cells["rows"], V, tokens / V))
         return ExitCode.DONE
     name, text = next(((n, rows) for n, rows in held_out.items() if len(rows)), ("training data", data))
@@ -68,12 +68,13 @@ def advise(config: RunConfig) -> int:
     largest = max(row["V"] for row in cells["rows"])
     position = MapPosition(V, tokens / V, find_share(fit, min(V, largest)))
     begins = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
-    print(advise_sentence(find_nearest_cell(cells["rows"], position), begins))
+    row = find_nearest_cell(cells["rows"], position)
+    print(advise_sentence(row, begins))
     share = f"like known truths with a share of geometry of {position.share:.2f}"
     print(f"data   {tokens:,} supervised tokens, {position.draws:,.1f} per token of the vocabulary ({V:,})")
     print(f"costs  {cost}: fit {fit:.3f} on {name}, {share}")
     print(f"map    {len(cells['rows'])} cells at commit {cells['code']}, with simultaneous intervals")
-    print("\n".join(describe_cell(cells["rows"], position, begins)))
+    print("\n".join(describe_cell(row, begins)))
     return ExitCode.DONE
 
 
@@ -88,9 +89,9 @@ def advise_off_map(rows: list[MapRow], V: int, draws: float) -> str:
     )
 
 
-def advise_sentence(row: MapRow | None, begins: bool) -> str:
+def advise_sentence(row: MapRow, begins: bool) -> str:
     """Return the advice in a sentence. `begins`: see `describe_cell`."""
-    answer = None if row is None else row["verdicts"]["begins" if begins else "beyond-sharpening"]["answer"]
+    answer = row["verdicts"]["begins" if begins else "beyond-sharpening"]["answer"]
     if answer == "yes":
         return "EMO is expected to beat MLE here, even if MLE's distributions are sharpened equally."
     if answer == "no":
@@ -98,13 +99,11 @@ def advise_sentence(row: MapRow | None, begins: bool) -> str:
     return "Whether EMO beats MLE here is not known: compare both objectives on a part of your data."
 
 
-def describe_cell(rows: list[MapRow], position: MapPosition, begins: bool) -> list[str]:
-    """Describe the nearest cell of the map in lines.
+def describe_cell(row: MapRow, begins: bool) -> list[str]:
+    """Describe a cell of the map in lines.
 
     begins: whether the head is initialised with the embedding of the costs.
     """
-    row = find_nearest_cell(rows, position)
-    assert row is not None
     lines = [f"cell   {row['V']} tokens, {row['draws']:,} draws, share {row['share']:g}"]
     names = {"geometry": "true costs beat constant and permuted ones"}
     names |= {"begins" if begins else "beyond-sharpening": "EMO beats MLE of the same entropy"}
@@ -116,20 +115,23 @@ def describe_cell(rows: list[MapRow], position: MapPosition, begins: bool) -> li
     return lines
 
 
-def find_nearest_cell(rows: list[MapRow], position: MapPosition) -> MapRow | None:
-    """Return the cell that is nearest by vocabulary, then draws, then share, or None outside of the map."""
+def is_on_map(rows: list[MapRow], V: int, draws: float) -> bool:
+    """Return whether the studies cover a vocabulary and a number of draws."""
+    sizes = [row["V"] for row in rows]
+    counts = [row["draws"] for row in rows]
+    return (
+        min(sizes) / BEYOND <= V <= max(sizes) * BEYOND
+        and min(counts) / BEYOND <= draws <= max(counts) * BEYOND
+    )
+
+
+def find_nearest_cell(rows: list[MapRow], position: MapPosition) -> MapRow:
+    """Return the cell that is nearest by vocabulary, then draws, then share."""
 
     def distance(row: MapRow) -> tuple[float, float, float]:
-        ratios = (row["V"] / max(position.V, 1e-9), row["draws"] / max(position.draws, 1e-9))
-        size, draws = (abs(math.log(ratio)) for ratio in ratios)
-        return size, draws, abs(row["share"] - position.share)
+        size, draws = row["V"] / position.V, row["draws"] / position.draws
+        return abs(math.log(size)), abs(math.log(draws)), abs(row["share"] - position.share)
 
-    for row_axis, value in (
-        ([row["V"] for row in rows], position.V),
-        ([row["draws"] for row in rows], position.draws),
-    ):
-        if not min(row_axis) / BEYOND <= value <= max(row_axis) * BEYOND:
-            return None
     return min(rows, key=distance)
 
 

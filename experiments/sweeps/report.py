@@ -305,7 +305,7 @@ def _study_blocks(part: Json) -> list[Block]:
 
 def build_map(rows: list[MapRow], question: str) -> Cells:
     """Return a question's verdicts over the cells of a study: shares and draws across, vocabularies down."""
-    effects: dict[tuple[int, float, int], Effect] = {}
+    effects: dict[tuple[float, float, float], Effect] = {}
     for row in rows:
         verdict = row["verdicts"][question]
         direction = {"yes": 1, "no": -1}.get(verdict["answer"], 0)

@@ -83,7 +83,7 @@ class Stage:
 
     def reject_changes(self, run: str) -> None:
         """Raise UserError if the stage's directory was begun for `run` with another origin."""
-        note = self.read() if self.directory is not None else {}
+        note: StageNote = self.read() if self.directory is not None else {}
         if not note or note.items() >= self.identity.items():
             return
         before = note["made_with"]

@@ -85,7 +85,8 @@ class Window:
     def record(self, domains: Sequence[str]) -> dict[str, object]:
         """Return means over the window, also of each domain if there are several."""
         applied = self.steps - self.skipped
-        record: dict[str, object] = means_per_token(self, self.applied_tokens) | {
+        record: dict[str, object] = {
+            **means_per_token(self, self.applied_tokens),
             "grad_norm": _mean(self.norm, applied),
             "grad_norm_max": self.largest_norm if applied else math.nan,
             "skipped": self.skipped,
@@ -190,7 +191,7 @@ class Metrics(Component):
         `memory_gib` is the largest memory that rank 0's GPU held. `rank_seconds_...` are the seconds per step
         in which a rank does not wait for others (engine/pace.py).
         """
-        record = {"step": state.step, "tokens": state.tokens, "lr": state.lr}
+        record: dict[str, object] = {"step": state.step, "tokens": state.tokens, "lr": state.lr}
         record |= self._window.record(self._facts.domains)
         if self._facts.peak_share is not None:
             record["mfu"] = self._facts.peak_share * _mean(self._window.steps, self._window.seconds)
@@ -198,7 +199,7 @@ class Metrics(Component):
             record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB  # does not wait for the device
         record |= self._stragglers.record(_mean(self._window.seconds, self._window.steps))
         self._window = Window(domain_tokens=self._window.domain_tokens)
-        self._console.record(self._write("train", record), self._progress)
+        self._console.record(self._write("train", state.step, record), self._progress)
 
     def state_dict(self) -> dict[str, object]:
         """Return the steps since the last record."""
@@ -222,7 +223,7 @@ class Metrics(Component):
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}
-        event = self._write(split_of(name), record)
+        event = self._write(split_of(name), state.step, record)
         labels = {"loss": "loss", "nll": "NLL", "perplexity": "perplexity", "demd": "DEMD"}
         labels |= {"divergence": "divergence", "kl_from_base": "KL from base"}
         values = ((label, event.get(f"validation_{key}")) for key, label in labels.items())
@@ -244,21 +245,20 @@ class Metrics(Component):
             for logger in reversed(self._loggers):
                 self._call_tracker(logger.close)
 
-    def _write(self, group: str, record: Mapping[str, object]) -> dict[str, Any]:
+    def _write(self, group: str, step: int, record: Mapping[str, object]) -> dict[str, Any]:
         """Write a record. Return it with None instead of numbers that are not finite.
 
         metrics.jsonl also has `time`, the seconds since 1970 (UTC), and `epoch`, the passes over the data.
         """
-        record = replace_nonfinite(record)
-        step = int(record["step"])
-        line = replace_nonfinite({"time": time.time(), "epoch": self._epochs_per_step * step}) | record
+        finite: dict[str, Any] = replace_nonfinite(record)
+        line = replace_nonfinite({"time": time.time(), "epoch": self._epochs_per_step * step}) | finite
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         measured = {key: value for key, value in line.items() if key not in NOT_MEASURED}
         values = dict(flatten({group: measured}, "/"))
         for logger in self._loggers:
             self._call_tracker(functools.partial(logger.log, values, step))
-        return record
+        return finite
 
     def _call_tracker(self, call: Callable[[], None]) -> None:
         """Call a tracker. Training continues if it fails."""
