@@ -1,7 +1,7 @@
 """Results in Weights & Biases, as points of the training run over its training tokens.
 
     RUN_DIR/config.yaml             the project
-    RUN_DIR/wandb-id                the W&B run (pipeline/monitor/metrics.py)
+    RUN_DIR/wandb-id                the W&B run (pipeline/monitor/loggers/)
     RUN_DIR/wandb-evaluations.json  digests of the sent points with a model of each, and the transfer in
     progress
 

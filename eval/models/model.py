@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from emo.common.cli.commands import announce
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
+from emo.common.io.hub import hub_directory
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import (
     ADAPTER,
@@ -27,7 +28,6 @@ from emo.common.io.weights import (
     Loaded,
     base_of_adapter,
     context_length,
-    explain_hub_error,
     files_with_base,
     has_only_adapter,
     load_causal_lm,
@@ -351,14 +351,9 @@ def hub_snapshot(name: str, revision: str | None = None) -> Path:
         return Path(name)
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise UserError(f"model directory {name} does not exist", code="no-model")
-    from huggingface_hub import snapshot_download
-
-    try:
-        with show_activity(f"{name}: downloading"):
-            skipped = ["*.msgpack", "*.h5", "*.onnx", "*.gguf"]
-            return Path(snapshot_download(name, revision=revision, ignore_patterns=skipped))
-    except Exception as error:  # the hub raises many kinds of errors
-        raise UserError(explain_hub_error(name, error), code="hub") from None
+    skipped = ["*.msgpack", "*.h5", "*.onnx", "*.gguf"]
+    with show_activity(f"{name}: downloading"):
+        return hub_directory(name, revision, "", code="hub", ignore_patterns=skipped)
 
 
 def with_base(directory: Path) -> Path:
