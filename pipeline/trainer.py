@@ -171,7 +171,7 @@ class Trainer:
 
         def take_directory() -> None:
             self.lock.acquire()
-            copies.restore(config, self.plan.identity)
+            copies.fetch_records(config, self.plan.identity)
             identity.check_run_dir(config, self.plan.identity)  # again: another launch may have held the lock
             check_branch(config, self.plan.identity, len(self.plan.data))
             if not (config.output_dir / CONFIG).is_file():  # left by a launch that never claimed the run
