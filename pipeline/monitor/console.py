@@ -36,7 +36,7 @@ from ..control.stop import CONSOLE
 
 Kind = Literal["terminal", "lines", "json", "quiet"]
 DRAW_EVERY = 0.2  # shortest seconds between redraws
-LINE_EVERY = 10.0  # shortest seconds between plain lines of progress
+LINE_EVERY = 4.0  # shortest seconds between plain lines of progress
 REMEMBERED = 20  # recent messages that are not shown again
 RECENT = 20  # recent steps that the shown speed is averaged over
 ENDS = ("finished", "stopped")  # events that --quiet shows
@@ -129,20 +129,20 @@ class Console(logging.Handler):
         self._messages: deque[str] = deque(maxlen=REMEMBERED)  # recent ones, without warnings
 
     def progress(self, progress: Progress) -> None:
-        """Redraw the progress line on a terminal, at most every DRAW_EVERY seconds."""
-        if self.kind == "terminal" and self._is_due(DRAW_EVERY):
+        """Show the progress, at most every DRAW_EVERY seconds on a terminal and every LINE_EVERY as lines."""
+        if self.kind == "lines" and (progress.step == progress.steps or self._is_due(LINE_EVERY)):
+            self._print(str(progress))
+        elif self.kind == "terminal" and self._is_due(DRAW_EVERY):
             if self._bar is None:
                 self._bar = tqdm(
                     file=self._stream, leave=False, bar_format="{desc}", desc=" ", dynamic_ncols=True
                 )
             self._bar.set_description_str(str(progress))
 
-    def record(self, record: Mapping[str, object], progress: Progress) -> None:
-        """Show a record of metrics.jsonl, in which NaN and infinities are None."""
+    def record(self, record: Mapping[str, object]) -> None:
+        """Show a record of metrics.jsonl to programs. NaN and infinities are None."""
         if self.kind == "json":
             self.event("", "train", **record)
-        elif self.kind == "lines" and (progress.step == progress.steps or self._is_due(LINE_EVERY)):
-            self._print(str(progress))
 
     def event(self, line: str, event: str, **fields: Any) -> None:
         """Show an event: `line` for people, its name and fields as JSON for programs."""

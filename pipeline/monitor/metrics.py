@@ -199,7 +199,7 @@ class Metrics(Component):
             record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB  # does not wait for the device
         record |= self._stragglers.record(_mean(self._window.seconds, self._window.steps))
         self._window = Window(domain_tokens=self._window.domain_tokens)
-        self._console.record(self._write("train", state.step, record), self._progress)
+        self._console.record(self._write("train", state.step, record))
 
     def state_dict(self) -> dict[str, object]:
         """Return the steps since the last record."""

@@ -90,7 +90,7 @@ def test_json_lines_hold_every_record() -> None:
     stream = io.StringIO()
     console, logger = Console("json", stream), logging.Logger("of this test")
     logger.addHandler(console)
-    console.record({"step": 20, "loss": 2.0, "demd": None}, Progress(20, 30, {}))
+    console.record({"step": 20, "loss": 2.0, "demd": None})
     logger.info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
     logger.warning("late")
     records = [json.loads(line) | {"time": 0} for line in stream.getvalue().splitlines()]
