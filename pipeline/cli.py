@@ -1,5 +1,5 @@
-"""The commands `emo plan`, `preflight`, `score`, `export-model`, `extend-vocabulary`, `merge`, `top` and
-`report` (of runs).
+"""The commands `emo plan`, `preflight`, `score`, `export-model`, `push`, `extend-vocabulary`, `merge`, `top`
+and `report` (of runs).
 
 Heavy modules are imported after the arguments were checked.
 """
@@ -84,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = "a run directory, whose newest checkpoint is exported, or a checkpoint in it"
     export.add_argument("checkpoint", type=Path, metavar="RUN_DIR[/step-N]", help=about)
     export.add_argument("target", type=Path, metavar="OUT", help="directory to create")
+    _add_push(commands)
     _add_extension(commands)
     _add_merge(commands)
     _add_report(commands)
@@ -131,6 +132,25 @@ def _add_score(commands: Any) -> None:
     about = "score only the data shards of job I of N, counted from 0"
     add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=about)
     add("--force", action="store_true", help="replace existing scores")
+
+
+def _add_push(commands: Any) -> None:
+    parser = commands.add_parser(
+        "push",
+        description="Upload an export to the Hugging Face Hub. The repository is created if it does not "
+        "exist. An export without a model card gets one. Needs a token with write access.",
+        examples=[
+            "emo push runs/mine OWNER/NAME --private",
+            "emo push runs/mine/step-000200 OWNER/NAME --revision step-200",
+        ],
+    )
+    parser.set_defaults(work=_push)
+    add = parser.add_argument
+    about = "an export, a finished run, or a checkpoint with train.export_checkpoints"
+    add("source", type=Path, metavar="EXPORT_OR_RUN", help=about)
+    add("repository", metavar="REPO", help="OWNER/NAME on the Hub")
+    add("--private", action="store_true", help="create a private repository, and upload to no public one")
+    add("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist (main)")
 
 
 def _add_extension(commands: Any) -> None:
@@ -286,6 +306,16 @@ def _export_model(args: argparse.Namespace) -> int:
         disable_progress_bar()
         checkpoint = export_checkpoint(args.checkpoint, args.target)
     print(f"exported {checkpoint.name}: {args.target}")
+    return ExitCode.DONE
+
+
+def _push(args: argparse.Namespace) -> int:
+    announce("push")
+    with show_activity("uploading"):
+        from .checkpoint.push import push_export
+
+        url = push_export(args.source, args.repository, args.private, args.revision)
+    print(f"pushed: {url}")
     return ExitCode.DONE
 
 
