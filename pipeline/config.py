@@ -54,6 +54,8 @@ class RunConfig(Section):
             raise ValueError(
                 "train.head_lr_ratio=1 goes with model.lora, whose adapters leave the head alone"
             )
+        if self.model.lora is not None and self.train.only is not None:
+            raise ValueError("train.only goes without model.lora, whose adapters leave the embeddings alone")
         lora = self.model.lora
         if lora is not None and lora.path is not None and self.objective.resolved_teacher == BASE:
             raise ValueError(

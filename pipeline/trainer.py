@@ -261,7 +261,16 @@ class Trainer:
             )  # while it lives transformers builds models partitioned
             model = build_model(config, self.losses)
             teacher = add_teacher(model, config, ds_config, world, packed(manifests))
-            self.engine = Engine(model, ds_config, world, config.model.compile, config.train.head_lr_ratio)
+            train = config.train
+            self.engine = Engine(
+                model,
+                ds_config,
+                world,
+                config.model.compile,
+                train.head_lr_ratio,
+                train.only is not None,
+                train.only_steps,
+            )
             del partitioned
         if (decay := config.objective.average_decay) is not None:
             self.engine.average = WeightAverage(self.engine.model, teacher, decay, world)
@@ -407,6 +416,8 @@ class Trainer:
             objective = self.student.objective
         if self.student is not None or objective.schedule is not None:
             head.use(objective.at(step))
+        if self.engine.freezing is not None:
+            self.engine.freezing.start_step(step)
         self.state.lr = lr_at(self.config.train, step, self.state.steps)
         return self.engine.train_step(
             batch.micro,

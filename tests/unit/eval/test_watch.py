@@ -187,7 +187,7 @@ def test_training_receives_the_accuracy_of_each_checkpoint(run: Run, monkeypatch
         directory = step_directory(run.path, line["step"])
         assert line["checkpoint"] == checkpoint_digest(directory)
         result = store.read_json_or_none(run.path / f"eval/models/run-{directory.name}/sst2.json")
-        assert result is not None and line["value"] == result["accuracy"]
+        assert result is not None and line["value"] == result["result"]["accuracy"]
 
     def fail(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
