@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emo.common.errors import FailureError, one_line
 from emo.common.io.untrusted import number
 
 from ..checkpoint.config import TASK
@@ -25,7 +26,7 @@ from ..control.run_dir import (
     read_records,
     step_of,
 )
-from ..control.world import World, gather_objects
+from ..control.world import World, gather_objects, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,11 @@ class TaskScores:
         Args:
             step: of the save point.
             final: whether this is the choice of the checkpoint to export.
+
+        Raises FailureError on all ranks if the decision cannot be recorded.
         """
-        taken = self._read_decision(step, final) if self._world.is_main else []
+        is_main = self._world.is_main
+        taken = raise_on_all_ranks(lambda: self._read_decision(step, final) if is_main else [])
         for score in gather_objects(taken)[0]:
             self._set(Score(*score))
 
@@ -124,8 +128,12 @@ class TaskScores:
             if {key: record.get(key) for key in point} == point:
                 return [Score(*score) for score in record["taken"]]
         taken = [score for task in self.tasks for score in self._find_new(task, step)]
-        with (self._run_dir / SELECTION).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(point | {"taken": taken}) + "\n")
+        try:
+            with (self._run_dir / SELECTION).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(point | {"taken": taken}) + "\n")
+        except OSError as error:
+            problem = f"{self._run_dir / SELECTION} cannot be written ({one_line(error, 120)})"
+            raise FailureError(problem, code="save-failed") from None
         return taken
 
     def _find_new(self, task: str, step: int) -> list[Score]:
