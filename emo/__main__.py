@@ -36,6 +36,7 @@ GROUPS = {
         "train": Command("emo.launch.supervise:train", "train a recipe with DeepSpeed, or resume it"),
         "top": Command(TRAINING, "show what the ranks of a run are doing"),
         "export-model": Command(TRAINING, "turn a checkpoint into a Hugging Face model"),
+        "push": Command(TRAINING, "upload an export to the Hugging Face Hub"),
         "extend-vocabulary": Command(TRAINING, "add tokens to a model's vocabulary"),
         "merge": Command(TRAINING, "merge models of one architecture into one"),
         "score": Command(TRAINING, "store a model's token log-probabilities for a teacher or reference"),
@@ -79,7 +80,7 @@ OTHER_COMMANDS = {
     "plan": "estimate estimate-memory dry-run",
     "top": "status",
     "tasks": "ls-tasks list",
-    "export": "push",
+    "push": "upload push-to-hub push_to_hub",
     "extend-vocabulary": "add-tokens resize-embeddings expand-vocab",
     "merge": "merge-lora mergekit mergekit-yaml average",
 }

@@ -14,6 +14,7 @@ CronJob is equivalent to a process that stays:
                                   directory for notifications.
     OUT/watch/exported/NAME.json  formats and directories that its results were exported to (--export)
     OUT/watch/leases/             the active watchers
+    RUN_DIR/task_scores.jsonl     the accuracies of this project's checkpoints, for train.keep_best=task:NAME
     OUT/watch/pins/NAME/          hard links to the files under evaluation, so that pruning cannot remove them
 
 A mark is valid for the files, tasks and settings that it was made with. When one of them changes, the
@@ -44,10 +45,13 @@ from emo.pipeline.control.run_dir import (
     COMPLETE,
     EXPORT,
     HF,
+    append_scores,
+    checkpoint_digest,
     checkpoints,
     is_complete,
     listed_files,
     mismatch,
+    step_of,
 )
 
 from .export.commands import Export
@@ -61,7 +65,7 @@ from .models.encoder import encoder_path
 from .models.model import EvaluatedModel, clean_name
 from .report.compare import Verdict, checkpoint_levels, find_regression
 from .results import store
-from .results.directory import Say, find_model, natural_key, read_models
+from .results.directory import Say, TaskResult, find_model, natural_key, read_models
 
 SETTLE_SECONDS = 20.0
 STALE_SECONDS = 600.0  # files that have not changed for this long are no longer being written
@@ -298,13 +302,13 @@ class RunWatcher:
             self.say(text)
         self._lines[key] = text
 
-    def _request(self) -> str:
-        """Return the digest of everything but the model that affects a result."""
+    def _request(self, chosen: Sequence[Task | ForeignTask] | None = None) -> str:
+        """Return the digest of everything but the model that affects the results of these tasks (all)."""
         settings = asdict(self.settings)
         source = settings.pop("data")
         _ = settings.pop("batch_size")
         tasks = []
-        for task in self.tasks:
+        for task in self.tasks if chosen is None else chosen:
             if isinstance(task, ForeignTask):
                 tasks.append([task.name, task.fingerprint()])
                 continue
@@ -381,11 +385,26 @@ class RunWatcher:
     def _evaluate(self, target: Target, pinned: Path, files: str, request: str) -> None:
         model = EvaluatedModel(str(pinned), target.name, self.dtype)
         model.source = str(target.path)
+        digest = "" if target.checkpoint is None else checkpoint_digest(target.checkpoint)
         results = run_all(model, self.tasks, self.settings, self.out, self.say)
+        if target.checkpoint is not None and digest:
+            self._report_scores(step_of(target.checkpoint), digest, results)
         mean, text = mean_accuracy(results)
         self._write_mark(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
         self.evaluated.append(target.name)
         self.say(f"{target.name}: {text}")
+
+    def _report_scores(self, step: int, digest: str, results: Sequence[TaskResult]) -> None:
+        """Append the accuracies of a checkpoint to the run's task_scores.jsonl, for training to read."""
+        scores = [
+            (task.name, result["accuracy"], self._request([task]))
+            for task, result in zip(self.tasks, results, strict=True)
+            if "accuracy" in result
+        ]
+        try:
+            append_scores(self.run_dir, step, digest, scores)
+        except OSError as error:  # the results are stored, and the run directory may be read-only
+            self._say_once("scores", f"training cannot use the scores: {one_line(error)}")
 
     def _require_inputs(self) -> None:
         """Raise UserError if data or retriever are at fault, so that no checkpoint is marked for them."""

@@ -1,5 +1,5 @@
-"""The commands `emo plan`, `preflight`, `score`, `export-model`, `extend-vocabulary`, `merge`, `top` and
-`report` (of runs).
+"""The commands `emo plan`, `preflight`, `score`, `export-model`, `push`, `extend-vocabulary`, `merge`, `top`
+and `report` (of runs).
 
 Heavy modules are imported after the arguments were checked.
 """
@@ -84,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = "a run directory, whose newest checkpoint is exported, or a checkpoint in it"
     export.add_argument("checkpoint", type=Path, metavar="RUN_DIR[/step-N]", help=about)
     export.add_argument("target", type=Path, metavar="OUT", help="directory to create")
+    _add_push(commands)
     _add_extension(commands)
     _add_merge(commands)
     _add_report(commands)
@@ -133,6 +134,25 @@ def _add_score(commands: Any) -> None:
     add("--force", action="store_true", help="replace existing scores")
 
 
+def _add_push(commands: Any) -> None:
+    parser = commands.add_parser(
+        "push",
+        description="Upload an export to the Hugging Face Hub. The repository is created if it does not "
+        "exist. An export without a model card gets one. Needs a token with write access.",
+        examples=[
+            "emo push runs/mine OWNER/NAME --private",
+            "emo push runs/mine/step-000200 OWNER/NAME --revision step-200",
+        ],
+    )
+    parser.set_defaults(work=_push)
+    add = parser.add_argument
+    about = "an export, a finished run, or a checkpoint with train.export_checkpoints"
+    add("source", type=Path, metavar="EXPORT_OR_RUN", help=about)
+    add("repository", metavar="REPO", help="OWNER/NAME on the Hub")
+    add("--private", action="store_true", help="create a private repository, and upload to no public one")
+    add("--revision", metavar="BRANCH", help="branch to upload to, created if it does not exist (main)")
+
+
 def _add_extension(commands: Any) -> None:
     parser = commands.add_parser(
         "extend-vocabulary",
@@ -158,6 +178,7 @@ def _add_merge(commands: Any) -> None:
         examples=[
             "emo merge BASE_DIR runs/mine/export --weights 0.3 0.7 --output_path merged",
             "emo merge runs/a/export runs/b/export --method ties --base BASE_DIR --output_path merged",
+            "emo merge BASE_DIR runs/mine/export --choose runs/data/mine/validation --output_path merged",
         ],
     )
     parser.set_defaults(work=_merge)
@@ -170,6 +191,11 @@ def _add_merge(commands: Any) -> None:
     add("--method", choices=methods, default="linear", help=about)
     about = "weight of each model (linear: equal ones; task_arithmetic, ties: 1; slerp: one weight, 0.5)"
     add("--weights", nargs="+", type=float, metavar="W", help=about)
+    about = (
+        "try a few weights, and take the one with the lowest loss on this prepared set. linear, slerp: of "
+    )
+    about += "the second of two models; task_arithmetic, ties: of every model"
+    add("--choose", type=Path, metavar="DIR", help=about)
     add("--base", type=Path, metavar="DIR", help="the model that the others were trained from")
     about = "ties: share of the largest changes to keep in each tensor (%(default)s)"
     add("--density", type=float, default=0.5, metavar="SHARE", help=about)
@@ -289,6 +315,16 @@ def _export_model(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
+def _push(args: argparse.Namespace) -> int:
+    announce("push")
+    with show_activity("uploading"):
+        from .checkpoint.push import push_export
+
+        url = push_export(args.source, args.repository, args.private, args.revision)
+    print(f"pushed: {url}")
+    return ExitCode.DONE
+
+
 def _extend_vocabulary(args: argparse.Namespace) -> int:
     if args.pieces < 0 or args.pad_to_multiple_of < 1 or not (args.pieces or args.special):
         problem = "give --pieces from 1 or --special, and --pad_to_multiple_of from 1"
@@ -323,13 +359,36 @@ def _merge(args: argparse.Namespace) -> int:
         raise UserError(f"--weights: give {len(default)} for --method {args.method}", code="merge")
     if not 0 < args.density <= 1:
         raise UserError("--density must be above 0 and at most 1", code="merge")
-    with show_activity("merging"):
-        from .model.merging import Merge, merge_models
+    if args.choose is not None:
+        _choose_merge(args)
+    else:
+        with show_activity("merging"):
+            from .model.merging import Merge, merge_models
 
-        merge = Merge(args.method, tuple(weights), args.density)
-        merge_models(args.models, args.base, merge, args.output_path)
+            merge = Merge(args.method, tuple(weights), args.density)
+            merge_models(args.models, args.base, merge, args.output_path)
     print(f"merged: {args.output_path}")
     return ExitCode.DONE
+
+
+def _choose_merge(args: argparse.Namespace) -> None:
+    """Merge with the best of a few coefficients, and print the loss of each."""
+    if args.weights is not None or (args.method == "linear" and len(args.models) != 2):
+        problem = "--choose replaces --weights, and --method linear then needs two models"
+        raise UserError(problem, code="merge")
+    announce("merge")
+    from .model.merging import Merge
+    from .validation.merge_choice import choose_merge
+
+    def make(coefficient: float) -> Merge:
+        weights = [coefficient] * (1 if args.method == "slerp" else len(args.models))
+        if args.method == "linear":
+            weights[0] = 1 - coefficient
+        return Merge(args.method, tuple(weights), args.density)
+
+    print("weight  loss    difference from the best, nats per token")
+    for trial in choose_merge(args.models, args.base, make, args.choose, args.output_path):
+        print(f"{trial.coefficient:6.2f}  {trial.nll:.4f}  {trial.change or 'best'}")
 
 
 def _top(args: argparse.Namespace) -> int:

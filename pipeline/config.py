@@ -18,7 +18,7 @@ from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
 
 from .batches.config import BatchConfig
-from .checkpoint.config import SavingConfig
+from .checkpoint.config import TASK, SavingConfig
 from .control.config import LimitsConfig
 from .control.run_dir import INITIAL
 from .engine.config import OptimizerConfig
@@ -54,6 +54,8 @@ class RunConfig(Section):
             raise ValueError(
                 "train.head_lr_ratio=1 goes with model.lora, whose adapters leave the head alone"
             )
+        if self.model.lora is not None and self.train.only is not None:
+            raise ValueError("train.only goes without model.lora, whose adapters leave the embeddings alone")
         lora = self.model.lora
         if lora is not None and lora.path is not None and self.objective.resolved_teacher == BASE:
             raise ValueError(
@@ -70,6 +72,12 @@ class RunConfig(Section):
         sets = self.data.validation_sets
         for key, metric in metrics.items():
             if metric is None:
+                continue
+            if metric.startswith(TASK):
+                if not (train.export_checkpoints and train.save_steps):
+                    raise ValueError(
+                        f"train.{key}={metric} needs train.export_checkpoints=true and train.save_steps"
+                    )
                 continue
             name, _, measure = metric.rpartition("/")
             if not (train.eval_steps and sets):

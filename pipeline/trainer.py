@@ -15,6 +15,7 @@ finish     wait for the last checkpoint, write the export
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import shutil
 import zlib
@@ -43,6 +44,7 @@ from .checkpoint.saver import (
     fetch_newest,
     make_universal,
     newest_valid,
+    write_best,
 )
 from .config import RunConfig
 from .control.lock import RunLock
@@ -259,7 +261,16 @@ class Trainer:
             )  # while it lives transformers builds models partitioned
             model = build_model(config, self.losses)
             teacher = add_teacher(model, config, ds_config, world, packed(manifests))
-            self.engine = Engine(model, ds_config, world, config.model.compile, config.train.head_lr_ratio)
+            train = config.train
+            self.engine = Engine(
+                model,
+                ds_config,
+                world,
+                config.model.compile,
+                train.head_lr_ratio,
+                train.only is not None,
+                train.only_steps,
+            )
             del partitioned
         if (decay := config.objective.average_decay) is not None:
             self.engine.average = WeightAverage(self.engine.model, teacher, decay, world)
@@ -309,7 +320,7 @@ class Trainer:
         main = world.is_main
         train = config.train
         self.metrics = raise_on_all_ranks(lambda: Metrics(config, state, main, facts, self.console))
-        self.selection = Selection(train)
+        self.selection = Selection(train, config.output_dir, world)
         self.components = (
             Profiler(train.profile, config.output_dir, world.rank),
             Heartbeat(self.lock, world.rank, train.logging_steps),
@@ -351,7 +362,7 @@ class Trainer:
             log.warning(
                 "%s was the best checkpoint and is gone: later ones are compared without it", directory
             )
-            self.selection.best = None
+            self.selection.forget_best()
 
     # The loop
 
@@ -405,6 +416,8 @@ class Trainer:
             objective = self.student.objective
         if self.student is not None or objective.schedule is not None:
             head.use(objective.at(step))
+        if self.engine.freezing is not None:
+            self.engine.freezing.start_step(step)
         self.state.lr = lr_at(self.config.train, step, self.state.steps)
         return self.engine.train_step(
             batch.micro,
@@ -437,14 +450,25 @@ class Trainer:
         """Begin a checkpoint; all ranks must call. samples: also continue the prompts of the run."""
         timeout = longer_timeout(self.config.train.timeout_minutes, self.saver.group)
         with self.lock.activity("saving"), timeout:
+            waiting = self._take_scores()
             progress = {
                 component.name: component.state_dict() for component in self.components if component.name
             }
-            self.saver.save(self.state.step, self.state.tokens, progress, self.selection.best)
+            self.saver.save(self.state.step, self.state.tokens, progress, self.selection.best, waiting)
             if samples:
                 for component in self.components:
                     component.after_save(self.state)
         self.metrics.exclude_pause()
+
+    def _take_scores(self) -> list[int]:
+        """Take scores of tasks before a save. Return the checkpoints that wait for one, on rank 0."""
+        scores = self.selection.scores
+        if not scores.tasks:
+            return []
+        self.saver.finish()  # the previous checkpoint may wait for its score
+        self.selection.take_scores(self.state.step)
+        train = self.config.train
+        return scores.choose_waiting(train.save_total_limit, train.keep_every) if self.world.is_main else []
 
     # Finishing
 
@@ -470,6 +494,7 @@ class Trainer:
     def _export(self, step: int, tokens: int) -> None:
         """Export the model, or the best checkpoint with load_best_at_end. All ranks must call."""
         export = self.config.output_dir / EXPORT
+        self._take_last_scores(step)
         directory = self._find_best(step) if self.config.train.load_best_at_end else None
         if directory is None:
             export_model(self.engine, self.config, export, self.saver.export_info(step, tokens))
@@ -480,6 +505,20 @@ class Trainer:
 
         run_on_main(self.world, export_best)
         log.info("exported the best checkpoint, %s", directory.name)
+
+    def _take_last_scores(self, step: int) -> None:
+        """Choose the best checkpoint by the scores that have arrived. All ranks must call."""
+        scores = self.selection.scores
+        if not scores.tasks:
+            return
+        before = self.selection.best
+        self.selection.take_scores(step, final=True)
+        best = self.selection.best
+        if best is not None and best != before:
+            run_on_main(self.world, functools.partial(write_best, self.config.output_dir, best))
+        if self.config.train.load_best_at_end and (missing := scores.find_unscored()):
+            names = ", ".join(f"step-{step:06d}" for step in missing)
+            log.warning("the best checkpoint is chosen without scores of %s, which have not arrived", names)
 
     def _find_best(self, step: int) -> Path | None:
         """Return the best checkpoint, or None if it is gone or of the last step. All ranks must call."""

@@ -8,16 +8,19 @@ from pydantic import Field
 
 from emo.common.config.recipe import FREE, Section, mark
 
-Metric = Annotated[str, Field(pattern=r"^([^/]+/)?(loss|nll|demd|divergence)$")]
+TASK = "task:"  # begins a metric that `emo watch` measures
+Metric = Annotated[str, Field(pattern=rf"^(([^/]+/)?(loss|nll|demd|divergence)|{TASK}.+)$")]
 
 
 class EarlyStopping(Section):
     """When a run ends before its last step."""
 
     metric: Metric = "nll"
-    """Metric of the validation sets: `loss`, `nll`, `demd` or `divergence`. `SET/nll` is that of one set."""
+    """Metric of the validation sets: `loss`, `nll`, `demd` or `divergence`. `SET/nll` is that of one set.
+    `task:NAME` is the accuracy of checkpoints on a task of `emo watch`."""
     patience: int = Field(3, gt=0)
-    """End the run after this many validations in a row without a new lowest value."""
+    """End the run after this many validations in a row without a new lowest value, or after this many scored
+    checkpoints without a higher accuracy."""
 
 
 class SavingConfig(Section):
@@ -40,7 +43,9 @@ class SavingConfig(Section):
     """Put an export for Hugging Face into each checkpoint, for scheduled evaluation."""
     keep_best: Metric | None = mark(FREE, None)
     """Save a checkpoint at every validation with a new lowest value of this metric, and never delete the best
-    one: `loss`, `nll`, `demd` or `divergence`, as a mean over the validation sets, or of one as `SET/nll`."""
+    one: `loss`, `nll`, `demd` or `divergence`, as a mean over the validation sets, or of one as `SET/nll`.
+    `task:NAME` keeps the checkpoint with the highest accuracy on a task, as `emo watch` reports it. Up to
+    save_total_limit more checkpoints are then kept until they have a score."""
     load_best_at_end: bool = mark(FREE, False)
     """Export the best checkpoint instead of the last one."""
     early_stopping: EarlyStopping | None = mark(FREE, None)

@@ -20,7 +20,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +75,11 @@ def write_complete(directory: Path, files: dict[str, FileFacts]) -> None:
     write_text(directory / COMPLETE, json.dumps({"files": files}, indent=1))
 
 
+def write_best(run_dir: Path, best: Best) -> None:
+    """Write best.json."""
+    write_text(run_dir / BEST, json.dumps(best._asdict()))
+
+
 def publish(run_dir: Path, step: int) -> Path:
     """Give a finished partial directory its final name."""
     final = step_directory(run_dir, step)
@@ -123,6 +128,7 @@ class Saver:
         self._error: UserError | None = None
         self._thread: threading.Thread | None = None
         self._best: Best | None = None
+        self._waiting: Sequence[int] = ()
         self._step = 0  # of the checkpoint that the thread writes
         self._deadline = 0.0  # of the current action of the thread
         timeout = datetime.timedelta(minutes=LONG_TIMEOUT)
@@ -136,7 +142,12 @@ class Saver:
                 self._uploads = Uploads(config.output_dir, config.train.copy_to, part, len(names))
 
     def save(
-        self, step: int, tokens: int, progress: Mapping[str, Mapping[str, object]], best: Best | None = None
+        self,
+        step: int,
+        tokens: int,
+        progress: Mapping[str, Mapping[str, object]],
+        best: Best | None = None,
+        waiting: Sequence[int] = (),
     ) -> None:
         """Start to write a checkpoint, when the previous one is complete. All ranks must call.
 
@@ -145,9 +156,11 @@ class Saver:
             tokens: supervised tokens so far.
             progress: state of each component by name.
             best: the best checkpoint so far, perhaps this one. It is kept.
+            waiting: steps of checkpoints that are kept because they wait for a score.
         """
         self.finish()
         self._best = best
+        self._waiting = waiting
         engine = self.engine
         partial = partial_directory(self.config.output_dir, step)
         if engine.world.is_main:
@@ -263,8 +276,9 @@ class Saver:
             log.info("saved: %s", final, extra={"event_fields": event})
             spared = [self._uploads.current if self._uploads is not None else None]
             if self._best is not None:  # the old best checkpoint is deleted after the new one is complete
-                write_text(run_dir / BEST, json.dumps(self._best._asdict()))
+                write_best(run_dir, self._best)
                 spared.append(step_directory(run_dir, self._best.step))
+            spared += [step_directory(run_dir, step) for step in self._waiting]
             prune(run_dir, train.save_total_limit, train.keep_every, *spared)
         except OSError as failure:
             return FailureError(one_line(failure, 200), code="save-failed")

@@ -17,6 +17,10 @@ lock.000001      the launch that owns the directory (the highest number counts)
 initial/         the initial weights of a new model
 step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported, or else
                  hf-settings/, the files of an export except weights
+task_scores.jsonl
+                 a line for each score that a watcher gives a checkpoint: step, digest of the checkpoint,
+                 task, value, digest of the settings
+selection.jsonl  the scores that training has taken at each save point (validation/task_scores.py)
 best.json        step, metric and value of the best checkpoint, from train.keep_best
 export/          the trained model for Hugging Face, with its origin in export.json
 STOP             created by a user to make the run save and stop
@@ -26,7 +30,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import mmap
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +65,8 @@ INITIAL = "initial"
 EXPORT = "export"  # of the run
 EXPORT_INFO = "export.json"  # inside an export
 BEST = "best.json"
+TASK_SCORES = "task_scores.jsonl"
+SELECTION = "selection.jsonl"
 HF = "hf"  # export inside a checkpoint
 HF_SETTINGS = "hf-settings"  # files of an export except weights, inside a checkpoint without an export
 COMPLETE = "COMPLETE"
@@ -109,6 +117,34 @@ def read_best(run_dir: Path) -> Best | None:
         return Best(**read_json(run_dir / BEST))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def checkpoint_digest(directory: Path) -> str:
+    """Return a digest of a checkpoint's content, or "" if it is not complete."""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256((directory / COMPLETE).read_bytes()).hexdigest()[:16]
+    return ""
+
+
+def append_scores(run_dir: Path, step: int, digest: str, scores: Iterable[tuple[str, float, str]]) -> None:
+    """Append a checkpoint's scores to task_scores.jsonl in one write, because watchers may share the file.
+
+    Args:
+        run_dir: The run directory.
+        step: Step of the checkpoint.
+        digest: `checkpoint_digest` of the checkpoint that was evaluated.
+        scores: Task, value (higher is better) and digest of the settings of each evaluation.
+    """
+    lines = [
+        {"step": step, "checkpoint": digest, "task": task, "value": value, "setting": setting}
+        for task, value, setting in scores
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    file = os.open(run_dir / TASK_SCORES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
 
 
 def list_files(directory: Path) -> list[str]:

@@ -22,6 +22,11 @@ class OptimizerConfig(ScheduleConfig):
     head_lr_ratio: float = Field(1.0, ge=0, le=1e3)
     """Learning rate of the output head over the rate of other weights. 0 freezes the head. A tied embedding
     belongs to the head."""
+    only: Literal["embeddings"] | None = None
+    """`embeddings` trains only the token embeddings and the output head in the first `only_steps` steps, for
+    example after `emo extend-vocabulary`. All other weights stay unchanged in these steps."""
+    only_steps: int | None = Field(None, gt=0)
+    """Number of steps of `only`. Without it `only` lasts until the end."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -32,9 +37,13 @@ class OptimizerConfig(ScheduleConfig):
     """Largest gradient norm. 0 disables clipping."""
 
     @model_validator(mode="after")
-    def _muon(self) -> OptimizerConfig:
+    def _check_optimizer(self) -> OptimizerConfig:
         if (self.optimizer == "muon") != (self.muon_lr is not None):
             raise ValueError("set muon_lr (for example 0.02) if optimizer is muon, and only then")
         if self.optimizer == "muon" and self.max_grad_norm:
             raise ValueError("optimizer muon needs max_grad_norm 0, because its update would be clipped")
+        if self.only is not None and self.optimizer == "muon":
+            raise ValueError("only needs optimizer adamw")
+        if self.only is None and self.only_steps is not None:
+            raise ValueError("only_steps needs only, for example only=embeddings")
         return self

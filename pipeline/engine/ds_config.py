@@ -31,6 +31,7 @@ from emo.common.provenance import REPOSITORY, shipped
 from ..batches.config import Batch
 from ..config import RunConfig, TrainConfig
 from .devices import find_c_compiler, local_ranks, on_gpu
+from .freezing import embedding_ids
 
 log = logging.getLogger(__name__)
 
@@ -335,7 +336,11 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, use_muon: bool = False, head_lr_ratio: float = 1.0
+    model: nn.Module,
+    weight_decay: float,
+    use_muon: bool = False,
+    head_lr_ratio: float = 1.0,
+    embeddings_apart: bool = False,
 ) -> list[ParameterGroup]:
     """Return the optimizer's groups. Biases and norm gains (fewer than two dimensions) do not decay.
 
@@ -344,6 +349,7 @@ def parameter_groups(
         weight_decay: decay of matrices.
         use_muon: put the matrices that Muon trains in a group before the others.
         head_lr_ratio: unless it is 1, the head's weights are in separate groups with this `ratio`.
+        embeddings_apart: put embeddings and head in separate groups before the others, with `embedding` true.
 
     Raises UserError for a model that Muon cannot train.
     """
@@ -361,16 +367,27 @@ def parameter_groups(
         groups.append({"params": fixed, "weight_decay": 0.0})
     else:
         groups.append({"params": parameters, "weight_decay": weight_decay if decaying else 0.0})
-    if head_lr_ratio == 1:
-        return groups
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    head_ids = set(map(id, head.parameters()))
+    if head_lr_ratio != 1:
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        groups = _split_groups(groups, set(map(id, head.parameters())), "ratio", (1.0, head_lr_ratio))
+    if embeddings_apart:
+        groups = _split_groups(groups, embedding_ids(model), "embedding", (False, True))
+        groups.sort(key=lambda group: not group["embedding"])
+    return groups
+
+
+def _split_groups(
+    groups: list[ParameterGroup], chosen: set[int], key: str, values: tuple[Any, Any]
+) -> list[ParameterGroup]:
+    """Put the parameters with the `chosen` ids in separate groups.
+
+    values: of `key` in the groups without these parameters, and with them.
+    """
     split = []
     for group in groups:
-        for ratio in (1.0, head_lr_ratio):
-            part = [p for p in group["params"] if (id(p) in head_ids) == (ratio != 1)]
-            if part:
-                split.append(group | {"params": part, "ratio": ratio})
+        for inside, value in enumerate(values):
+            if part := [p for p in group["params"] if (id(p) in chosen) == bool(inside)]:
+                split.append(group | {"params": part, key: value})
     return split
 
 

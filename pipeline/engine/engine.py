@@ -28,6 +28,7 @@ from ..loss import TopK
 from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, MicroBatch, sum_by_document
 from .average import AVERAGED, WeightAverage, local_values
 from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
+from .freezing import Freezing
 from .pace import OwnTime
 from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector
@@ -47,6 +48,8 @@ class Engine:
         world: World,
         compiled: bool = False,
         head_lr_ratio: float = 1.0,
+        freezes: bool = False,
+        only_steps: int | None = None,
     ) -> None:
         """Initialise DeepSpeed; all ranks must call.
 
@@ -56,18 +59,21 @@ class Engine:
             world: this process among the ranks.
             compiled: compile the model (ZeRO-1, 2) or each of its layers (ZeRO-3).
             head_lr_ratio: learning rate of the output head over the rate of other weights.
+            freezes: train only embeddings and head in the first steps.
+            only_steps: number of these steps, or None for all.
 
         Raises UserError for a model without layers that ZeRO-3 could compile.
         """
         self.world = world
+        self._stage = zero_stage(ds_config)
         settings = ds_config["optimizer"]["params"]
         uses_muon = ds_config["optimizer"]["type"] == "Muon"
-        groups = parameter_groups(model, settings["weight_decay"], uses_muon, head_lr_ratio)
+        groups = parameter_groups(model, settings["weight_decay"], uses_muon, head_lr_ratio, freezes)
         # Part of a checkpoint's layout. DeepSpeed replaces the parameters in the groups by its own below.
         self.groups = [len(group["params"]) for group in groups]
         if not uses_muon or get_accelerator().device_name() == "cpu":
             import_muon()
-        layers = _compiled_layers(model) if compiled and zero_stage(ds_config) == 3 else []
+        layers = _compiled_layers(model) if compiled and self._stage == 3 else []
         self.ds, *_ = deepspeed.initialize(
             model=model,
             model_parameters=groups,
@@ -76,6 +82,7 @@ class Engine:
         )
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / settings["lr"] * group.get("ratio", 1.0) for group in groups]
+        self.freezing = Freezing(self.model, self.ds.optimizer, only_steps) if freezes else None
         # It identifies the weights that adapters belong to.
         self.frozen = sum(gather_objects(frozen_sum(self.model, world.rank))) % 2**64
         for layer in layers:
@@ -113,8 +120,8 @@ class Engine:
             domains: supervised tokens of each domain, to sum losses by domain. Micro-batches then hold the
                 domain of each row, and the head reports losses by token.
         """
-        for group, rate in zip(self.ds.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = lr * rate
+        for i, (group, rate) in enumerate(zip(self.ds.optimizer.param_groups, self.rates, strict=True)):
+            group["lr"] = lr * rate * (1.0 if self.freezing is None else self.freezing.scale(i))
         torch.manual_seed(seed * 1_000_003 + self.world.rank)
         if not self.ds.module.training:
             self.ds.train()
@@ -192,6 +199,8 @@ class Engine:
             if "step" in state:
                 count = torch.as_tensor(state["step"], dtype=torch.float32).clone()
                 state["step"] = count.to(parameter.device)
+        if self.freezing is not None and self.ds.load_universal_checkpoint() and self._stage == 3:
+            self.freezing.correct_counts()
 
     def _to_device(self, micro: MicroBatch) -> MicroBatch:
         device = self.world.device

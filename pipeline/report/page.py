@@ -11,10 +11,12 @@ from urllib.parse import quote
 
 import yaml
 
+from emo.common.io.untrusted import number
 from emo.common.report.document import Cell, Document, Fold, Items, Quote, ReportSection, Row, Table, drawn
 from emo.common.report.figure import Curve, Curves, Figure, Points, choose_series, finite_points, mean_points
 from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe_effects, formatted, join_words
 
+from ..checkpoint.config import TASK
 from ..control.run_dir import EXPORT
 from ..monitor.console import duration
 from ..monitor.documents import Change
@@ -61,6 +63,8 @@ PLANNED = (
     "MFU does not count recomputation for checkpointing. Memory: of rank 0."
 )
 BAD = "The rows of these steps are in bad_batches.jsonl. A step that was repeated is listed twice."
+SCORED = "Accuracies that `emo watch` has given to checkpoints. Best: the one that train.keep_best keeps."
+SCORE_HEAD = ["Run", "Task", "Step", "Accuracy", ""]
 SUMMARY_HEAD = ["Run", "State", "From", "Objective", "Steps", "Tokens", "Loss", "Held-out loss"]
 SUMMARY_HEAD += ["Skipped", "Time"]
 LAUNCH_HEAD = ["Run", "How it ended", "Device", "Began", "After step", "Ended", "At step", "Ranks", "Hosts"]
@@ -94,6 +98,10 @@ def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Do
     sections = [
         ReportSection("Runs", Table(SUMMARY_HEAD, [_summary_row(run) for run in runs], SUMMARY, 4)),
         ReportSection("Curves", curves),
+        ReportSection(
+            "Scores of checkpoints",
+            Table(SCORE_HEAD, [r for run in runs for r in _score_rows(run)], SCORED, 2),
+        ),
         ReportSection(
             "Launches", Table(LAUNCH_HEAD, [r for run in runs for r in _launch_rows(run)], LAUNCHED, 3)
         ),
@@ -288,6 +296,17 @@ def _curves(runs: Sequence[RecordedRun], over: str) -> list[Curves]:
         for title, points in drawn.items()
         if any(map(any, points))
     ]
+
+
+def _score_rows(run: RecordedRun) -> list[Row]:
+    """Return the last score of each task and checkpoint, with a mark for the best checkpoint."""
+    best = None if run.best is None else (run.best.metric, run.best.step)
+    last = {(f"{TASK}{r.get('task')}", r["step"]): number(r.get("value")) for r in run.scores}
+    return [
+        [_name(run), metric.removeprefix(TASK), step, formatted(last[metric, step], "{:.1%}"),
+         Cell("best", tone="better") if (metric, step) == best else ""]
+        for metric, step in sorted(last)
+    ]  # fmt: skip
 
 
 def _launch_rows(run: RecordedRun) -> list[Row]:

@@ -24,6 +24,7 @@ from ..control.run_dir import (
     LAUNCHES,
     METRICS,
     SAMPLES,
+    TASK_SCORES,
     Record,
     read_best,
     read_heartbeat,
@@ -58,7 +59,9 @@ class RecordedRun:
         if not self.records:
             self.remarks.append(f"{self.path / METRICS}: no step is recorded yet.")
         self.samples, self.bad = self._read_lines(SAMPLES), self._read_lines(BAD_BATCHES)
-        if (best := read_best(path)) is not None:
+        self.scores = self._read_lines(TASK_SCORES)
+        self.best = read_best(path)
+        if (best := self.best) is not None:
             found = f"step {best.step:,} with {best.metric} {best.value:.4g}"
             self.remarks.append(f"{self.path}: the best checkpoint is {found}.")
         self.launches = self._read_launches()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from emo.pipeline.checkpoint.export import export_checkpoint
-from emo.pipeline.control.run_dir import checkpoints, read_best, read_metrics, step_of
+from emo.pipeline.control.run_dir import (
+    SELECTION,
+    append_scores,
+    checkpoint_digest,
+    checkpoints,
+    read_best,
+    read_metrics,
+    step_of,
+)
+from emo.pipeline.report.page import build_run_report
+from emo.pipeline.report.runs import RecordedRun
 from tests.helpers.launching import kill_ranks, run_alone, run_ranks, tiny_recipe
 
 SETTINGS = (
@@ -46,6 +58,42 @@ def test_the_best_checkpoint_survives_and_is_exported(tmp_path: Path) -> None:
     assert json.loads((run_dir / "export/export.json").read_text())["step"] == best
 
 
+def watch(run_dir: Path, values: dict[int, float], done: threading.Event) -> None:
+    """Give each new checkpoint its score, as a watcher does."""
+    seen = set[str]()
+    while not done.wait(0.05):
+        for directory in checkpoints(run_dir):
+            digest = checkpoint_digest(directory)
+            if digest not in seen and step_of(directory) in values:
+                seen.add(digest)
+                append_scores(run_dir, step_of(directory), digest, [("t", values[step_of(directory)], "")])
+
+
+def test_scores_of_a_task_choose_the_export(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, max_steps=6, async_save=False)
+    run_dir = tmp_path / "run"
+    options = ("train.keep_best=task:t", "train.load_best_at_end=true", "train.export_checkpoints=true")
+    options += ("train.save_steps=2", "train.save_total_limit=1", "deepspeed=ds_configs/zero3.json")
+    command = ("launch/continual.sh", str(recipe), *options)
+    done = threading.Event()
+    thread = threading.Thread(target=watch, args=(run_dir, {2: 0.9, 4: 0.5}, done), daemon=True)
+    thread.start()
+    try:
+        kill_ranks(run_dir, 5, *command)
+        decided = (run_dir / SELECTION).read_text()
+        ended = run_ranks(*command)
+    finally:
+        done.set()
+    assert not ended.returncode, ended.stdout
+    assert (run_dir / SELECTION).read_text().startswith(decided)
+    assert read_best(run_dir) == (2, "task:t", 0.9)
+    assert {2, 6} <= {step_of(directory) for directory in checkpoints(run_dir)}
+    assert "resumed from" in ended.stdout and "without scores of step-000006" in ended.stdout
+    assert json.loads((run_dir / "export/export.json").read_text())["step"] == 2
+    page = build_run_report([RecordedRun(run_dir)], "step", tmp_path).markdown()
+    assert re.search(r"\| t \| 2 \| 90.0% \| best", page), page
+
+
 def test_a_run_ends_early_when_validation_stops_improving(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, max_steps=40)
     done = run_alone(str(recipe), *SETTINGS, "train.early_stopping={metric: nll, patience: 2}")
@@ -66,6 +114,7 @@ def test_a_run_ends_early_when_validation_stops_improving(tmp_path: Path) -> Non
         (("train.keep_best=other/nll", "train.eval_steps=2"), "names no validation set"),
         (("train.load_best_at_end=true",), "train.keep_best"),
         (("train.keep_best=divergence", "train.eval_steps=2"), "objective.teacher"),
+        (("train.keep_best=task:sst2",), "train.export_checkpoints"),
         (("train.keep_best=accuracy", "train.eval_steps=2"), "train.keep_best"),
     ],
 )

@@ -5,6 +5,7 @@ EVAL_CRASHES sets the number of crashes (6).
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -30,7 +31,15 @@ from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
 from emo.eval.watch import FAILED, WAITING, RunWatcher, find_targets
 from emo.pipeline.checkpoint import saver as checkpoint
-from emo.pipeline.control.run_dir import HF, hash_files, list_files, partial_directory
+from emo.pipeline.control.run_dir import (
+    HF,
+    TASK_SCORES,
+    checkpoint_digest,
+    hash_files,
+    list_files,
+    partial_directory,
+    step_directory,
+)
 from tests.conftest import REPO
 from tests.helpers.documents import options
 from tests.helpers.evaluating import command, log_chunks, tiny_model, write_tasks
@@ -162,6 +171,30 @@ def test_the_final_export_is_evaluated_again_when_it_is_replaced(run: Run) -> No
         shutil.copytree(run.models / f"{step}", run.path / "export")
         assert watch.run_once() == 1 and watch.finished() and run.watcher().run_once() == 0
         assert run.done["run"]["step"] == step
+
+
+def test_training_receives_the_accuracy_of_each_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each checkpoint, of one setting whichever tasks are watched with it, none for the export."""
+    run.publish(1, 2)
+    shutil.copytree(run.models / "3", run.path / "export")
+    assert run.watch() == 0
+    run.publish(4)
+    run.watcher("sst2,mmlu").run_once()
+    lines = [json.loads(line) for line in (run.path / TASK_SCORES).read_text().splitlines()]
+    scored = [line for line in lines if line["task"] == "sst2"]
+    assert {line["step"] for line in scored} == {1, 2, 4} and len({line["setting"] for line in scored}) == 1
+    for line in scored:
+        directory = step_directory(run.path, line["step"])
+        assert line["checkpoint"] == checkpoint_digest(directory)
+        result = store.read_json_or_none(run.path / f"eval/models/run-{directory.name}/sst2.json")
+        assert result is not None and line["value"] == result["result"]["accuracy"]
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(watch_module, "append_scores", fail)  # does not affect the evaluation
+    run.publish(5)
+    assert run.watch() == 0
 
 
 def test_checkpoints_without_an_export_are_named(run: Run) -> None:

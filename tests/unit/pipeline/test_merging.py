@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from emo.data_prep.shards.format import TokenDataset
 from emo.pipeline.cli import main
 from emo.pipeline.model.merging import Merge, merge_tensors
 from tests.helpers.evaluating import tiny_model
+from tests.helpers.launching import tiny_recipe
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,43 @@ def test_each_method_equals_its_definition(models: list[Path], tmp_path: Path) -
     assert AutoTokenizer.from_pretrained(tmp_path / "mean").encode("a")
 
 
+def test_the_best_coefficient_on_a_set_is_chosen(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss of each is the mean over the set's tokens, and documents are read separately."""
+    tiny_recipe(tmp_path, data={"tokenizer": str(models[0]), "train_tokenizer": None})
+    data = TokenDataset(tmp_path / "data/validation")
+    assert merge(models[:2], tmp_path / "out", "--choose", str(data.directory)) == 0
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[1:-1]]
+    expected = {}
+    for name, _, _ in lines:
+        weight = float(name)
+        if not 0 < weight < 1:
+            model = AutoModelForCausalLM.from_pretrained(models[int(weight)])
+        else:
+            options = ["--weights", str(1 - weight), name]
+            assert merge(models[:2], tmp_path / name, *options) == 0
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        texts = [
+            torch.from_numpy(ids.astype("int64"))
+            for row in range(len(data))
+            for ids in data.documents_of(row)
+        ]
+        losses = [
+            float(model(ids[None], labels=ids[None]).loss) * (len(ids) - 1) for ids in texts if len(ids) > 1
+        ]
+        expected[name] = sum(losses) / sum(len(ids) - 1 for ids in texts)
+    assert {name: float(loss) for name, loss, _ in lines} == pytest.approx(expected, abs=1e-4)
+    best = min(expected, key=lambda name: expected[name])
+    assert [name for name, _, change in lines if change == "best"] == [best]
+    assert all(re.fullmatch(r"\+\S+ \[\S+, \S+\]", change) for name, _, change in lines if name != best)
+    chosen = json.loads((tmp_path / "out/export.json").read_text())["merged"]["weights"]
+    assert chosen == [1 - float(best), float(best)]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
+    assert merge(models[:2], tmp_path / "other", "--choose", str(tmp_path)) == 2
+    assert not list(tmp_path.glob("other*"))
+
+
 def test_ties_keeps_large_changes_of_the_elected_sign() -> None:
     base = torch.zeros(4)
     changes = [torch.tensor([4.0, 1.0, -3.0, 0.5]), torch.tensor([2.0, -1.0, 5.0, 0.1])]
@@ -79,6 +119,7 @@ def test_ties_keeps_large_changes_of_the_elected_sign() -> None:
         (["--weights", "1"], "give 2"),
         (["--density", "0", "--method", "ties", "--base", "."], "--density"),
         (["--base", "."], "has no --base"),
+        (["--choose", ".", "--weights", "1", "0"], "--choose replaces"),
     ],
 )
 def test_options_that_do_not_fit_are_rejected(
