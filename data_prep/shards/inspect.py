@@ -49,6 +49,7 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
         domain = data.domains[data.domain[row]]
         suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
         supervised = counted(int(data.valid[row]), "supervised token")
+        supervised += f" of weight {data.weight[row]:g}" if data.weighted else ""
         console.rule(escape(f"row {row}  ({file} row {number}{suffix}, {supervised})"))
         console.print(render_row(data, row, tokenizer, colours))
     legend = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
@@ -93,6 +94,15 @@ def render_row(data: TokenDataset, row: int, tokenizer: Any, colours: bool = Tru
     return Text("\n── next segment ──\n", MARK).join(segments)
 
 
+def format_weights(data: TokenDataset) -> str:
+    """Return the range of the loss weights of a data set, and the number of weighted spans."""
+    if not data.weighted:
+        return "none"
+    spans = counted(data.manifest.counts.get("weighted_spans", 0), "weighted span")
+    low, high = data.weight_range
+    return f"{low:g} to {high:g}, {spans}, in all {data.weight.sum():,.1f} of {data.valid.sum():,} tokens"
+
+
 def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
     """Yield the tables: summary, domains, sources, segment lengths, and overlap with tasks."""
     m = data.manifest
@@ -102,6 +112,7 @@ def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
         "rows": f"{m.rows:,} of {m.block} tokens",
         "tokens": f"{m.tokens:,}",
         "supervised": f"{m.valid_tokens:,} ({m.valid_tokens / max(1, m.tokens):.1%})",
+        "loss weights": format_weights(data),
         "documents": f"{m.documents:,} in {counted(m.segments, 'segment')}",
         "padding": f"{m.waste:.2%}",
         "vocabulary": f"{m.vocab_size:,}, BOS {m.bos_id}, EOS {m.eos_id}",
