@@ -20,7 +20,7 @@ class Command(NamedTuple):
 
 
 DATA = "emo.data_prep.cli:main"
-TRAINING = "emo.pipeline.cli:run"
+TRAINING = "emo.pipeline.cli:run_and_exit"
 EVALUATION = "emo.eval.cli:main"
 SWEEPS = "emo.experiments.cli:main"
 GROUPS = {
@@ -107,9 +107,9 @@ def _dispatch(argv: list[str] | None) -> int:
     line = os.environ["COMP_LINE"] if "_ARGCOMPLETE" in os.environ else ""
     _, *typed_words = line.split() or [""]
     if typed_words and typed_words[0] in COMMANDS and (typed_words[1:] or line.endswith(" ")):
-        return run(typed_words)
+        return run_subcommand(typed_words)
     if words and words[0] in COMMANDS and not line:
-        return run(words)
+        return run_subcommand(words)
     if words[:1] == ["help"] and words[1:]:
         return _help(words[1])
     from emo import __version__
@@ -201,7 +201,7 @@ def has_experiments() -> bool:
     return (Path(__file__).parent / "experiments").is_dir()
 
 
-def run(words: list[str]) -> int:
+def run_subcommand(words: list[str]) -> int:
     """Run the subcommand words[0]."""
     from emo.common.errors import UserError
 
@@ -242,7 +242,7 @@ def modules(word: str) -> list[str]:
 def _reports(words: list[str]) -> list[str]:
     """Return the functions for a report: on runs if the first path is a run directory, else on results."""
     if not words or words[0] in {"-h", "--help"}:
-        return [TRAINING.replace(":run", ":main"), EVALUATION]
+        return [TRAINING.replace(":run_and_exit", ":main"), EVALUATION]
     path = _first_path(words)
     is_run = path is not None and any((path / name).exists() for name in ("metrics.jsonl", "config.yaml"))
     return [TRAINING if is_run else EVALUATION]

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, _: Callable[[str], None]) -> int:
             code="no-chat-template",
         )
     template = answers.choose_template(model, args.template, _notify)
-    chat = Chat(Transformers(model, decoding_of(args), 1), template, args)
+    chat = ChatSession(Transformers(model, decoding_of(args), 1), template, args)
     _notify(f"{model.name}: template {template}. {RESET} clears the conversation, Ctrl-D exits.")
     for message in _messages():
         if message == RESET:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, _: Callable[[str], None]) -> int:
     return ExitCode.DONE
 
 
-class Chat:
+class ChatSession:
     """A conversation. history: the exchanges that the model still sees, oldest first."""
 
     def __init__(self, engine: Transformers, template: str, args: argparse.Namespace) -> None:

@@ -250,9 +250,9 @@ def _watch(args: argparse.Namespace) -> int:
     from .report.compare import gate
     from .report.gather import Report
     from .report.page import FILES, document
-    from .watch import FAILED, TROUBLED, UNEXPORTED, Watch
+    from .watch import FAILED, TROUBLED, UNEXPORTED, RunWatcher
 
-    watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
+    watch = RunWatcher(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
         with show_activity(f"{args.run_dir}: looking for checkpoints"):
             evaluated = watch.run_once()

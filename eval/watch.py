@@ -101,7 +101,7 @@ class Target:
         """Return a digest that changes with the files, without reading them. It is "" if they are gone."""
         with contextlib.suppress(OSError):
             files = [path for path in sorted(self.path.iterdir()) if path.is_file()]
-            return store.digest(
+            return store.digest_json(
                 _stat_files(files + ([self.checkpoint / COMPLETE] if self.checkpoint else []))
             )
         return ""
@@ -165,7 +165,7 @@ def _stat_files(files: Iterable[Path]) -> list[FileStat]:
     return [FileStat(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-class Watch:
+class RunWatcher:
     """A watcher of one run."""
 
     def __init__(
@@ -264,7 +264,7 @@ class Watch:
         marks = self.directory / "exported"
         due = {}  # name -> version of the results
         for name, mark in self._evaluated_marks().items():
-            version = store.digest([mark.get("files"), mark.get("asked")])
+            version = store.digest_json([mark.get("files"), mark.get("asked")])
             if _read_mark(marks / f"{name}.json").get(str(export)) != version:
                 due[name] = version
         if not due:
@@ -315,7 +315,7 @@ class Watch:
                 task.spec.model_dump(mode="json")
             )  # as text, because the order of inputs counts
             tasks.append([task.name, task.version, spec, files])
-        return store.digest([tasks, settings, self.dtype, VERSION])[:16]
+        return store.digest_json([tasks, settings, self.dtype, VERSION])[:16]
 
     def _is_done(self, target: Target, request: str) -> bool:
         """Return whether a mark says that these files were evaluated for this request, or cannot be."""
@@ -400,7 +400,7 @@ class Watch:
 
 def _read_mark(path: Path) -> dict[str, Any]:
     """Return the mark in a file, or {} if it is absent or torn."""
-    return store.read_json(path) or {}
+    return store.read_json_or_none(path) or {}
 
 
 def _reason(error: Exception) -> str:

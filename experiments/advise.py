@@ -34,6 +34,7 @@ from emo.pipeline.config import RunConfig
 from emo.pipeline.loss.expected import CostOperator
 
 from .known_truth import bigram
+from .sweeps.statistics import MapRow
 
 MAP = Path(__file__).parent / "known_truth" / "map.json"
 POSITIONS = 1024  # of held-out text, at which the model's confusions are measured
@@ -57,7 +58,7 @@ def advise(config: RunConfig) -> int:
     cells = json.loads(MAP.read_text(encoding="utf-8"))
     V = data.manifest.vocab_size
     tokens = data.manifest.valid_tokens
-    if find_nearest_cell(cells["rows"], MapPosition(V, tokens / V, 0)) is None:  # with any costs
+    if not is_on_map(cells["rows"], V, tokens / V):
         print(advise_off_map(cells["rows"], V, tokens / V))
         return ExitCode.DONE
     name, text = next(((n, rows) for n, rows in held_out.items() if len(rows)), ("training data", data))
@@ -67,18 +68,20 @@ def advise(config: RunConfig) -> int:
     largest = max(row["V"] for row in cells["rows"])
     position = MapPosition(V, tokens / V, find_share(fit, min(V, largest)))
     begins = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
-    print(advise_sentence(find_nearest_cell(cells["rows"], position), begins))
+    row = find_nearest_cell(cells["rows"], position)
+    print(advise_sentence(row, begins))
     share = f"like known truths with a share of geometry of {position.share:.2f}"
     print(f"data   {tokens:,} supervised tokens, {position.draws:,.1f} per token of the vocabulary ({V:,})")
     print(f"costs  {cost}: fit {fit:.3f} on {name}, {share}")
     print(f"map    {len(cells['rows'])} cells at commit {cells['code']}, with simultaneous intervals")
-    print("\n".join(describe_cell(cells["rows"], position, begins)))
+    print("\n".join(describe_cell(row, begins)))
     return ExitCode.DONE
 
 
-def advise_off_map(rows: list[dict[str, Any]], V: int, draws: float) -> str:
+def advise_off_map(rows: list[MapRow], V: int, draws: float) -> str:
     """Return the advice for data that are not on the map."""
-    sizes, counts = ([row[axis] for row in rows] for axis in ("V", "draws"))
+    sizes = [row["V"] for row in rows]
+    counts = [row["draws"] for row in rows]
     return (
         f"Whether EMO beats MLE here is not known. Your data have a vocabulary of {V:,} tokens and "
         f"{draws:,.0f} supervised tokens for each; the studies cover {min(sizes)} to {max(sizes)} tokens "
@@ -86,9 +89,9 @@ def advise_off_map(rows: list[dict[str, Any]], V: int, draws: float) -> str:
     )
 
 
-def advise_sentence(row: dict[str, Any] | None, begins: bool) -> str:
+def advise_sentence(row: MapRow, begins: bool) -> str:
     """Return the advice in a sentence. `begins`: see `describe_cell`."""
-    answer = None if row is None else row["verdicts"]["begins" if begins else "beyond-sharpening"]["answer"]
+    answer = row["verdicts"]["begins" if begins else "beyond-sharpening"]["answer"]
     if answer == "yes":
         return "EMO is expected to beat MLE here, even if MLE's distributions are sharpened equally."
     if answer == "no":
@@ -96,13 +99,11 @@ def advise_sentence(row: dict[str, Any] | None, begins: bool) -> str:
     return "Whether EMO beats MLE here is not known: compare both objectives on a part of your data."
 
 
-def describe_cell(rows: list[dict[str, Any]], position: MapPosition, begins: bool) -> list[str]:
-    """Describe the nearest cell of the map in lines.
+def describe_cell(row: MapRow, begins: bool) -> list[str]:
+    """Describe a cell of the map in lines.
 
     begins: whether the head is initialised with the embedding of the costs.
     """
-    row = find_nearest_cell(rows, position)
-    assert row is not None
     lines = [f"cell   {row['V']} tokens, {row['draws']:,} draws, share {row['share']:g}"]
     names = {"geometry": "true costs beat constant and permuted ones"}
     names |= {"begins" if begins else "beyond-sharpening": "EMO beats MLE of the same entropy"}
@@ -114,20 +115,24 @@ def describe_cell(rows: list[dict[str, Any]], position: MapPosition, begins: boo
     return lines
 
 
-def find_nearest_cell(rows: list[dict[str, Any]], position: MapPosition) -> dict[str, Any] | None:
-    """Return the cell that is nearest by vocabulary, then draws, then share, or None outside of the map."""
-
-    def ratio(axis: str, row: dict[str, Any]) -> float:
-        return abs(math.log(row[axis] / max(getattr(position, axis), 1e-9)))
-
-    row = min(
-        rows, key=lambda row: (ratio("V", row), ratio("draws", row), abs(row["share"] - position.share))
+def is_on_map(rows: list[MapRow], V: int, draws: float) -> bool:
+    """Return whether the studies cover a vocabulary and a number of draws."""
+    sizes = [row["V"] for row in rows]
+    counts = [row["draws"] for row in rows]
+    return (
+        min(sizes) / BEYOND <= V <= max(sizes) * BEYOND
+        and min(counts) / BEYOND <= draws <= max(counts) * BEYOND
     )
-    for axis in ("V", "draws"):
-        values = [row[axis] for row in rows]
-        if not min(values) / BEYOND <= getattr(position, axis) <= max(values) * BEYOND:
-            return None
-    return row
+
+
+def find_nearest_cell(rows: list[MapRow], position: MapPosition) -> MapRow:
+    """Return the cell that is nearest by vocabulary, then draws, then share."""
+
+    def distance(row: MapRow) -> tuple[float, float, float]:
+        size, draws = row["V"] / position.V, row["draws"] / position.draws
+        return abs(math.log(size)), abs(math.log(draws)), abs(row["share"] - position.share)
+
+    return min(rows, key=distance)
 
 
 def measure_recipe_fit(config: RunConfig, text: TokenDataset) -> float:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -79,7 +79,7 @@ class Evidence(Section):
         return self
 
 
-def gather_parts(evidence: Evidence, jobs: int) -> dict[str, Any]:
+def gather_parts(evidence: Evidence, jobs: int) -> report.Json:
     """Run all parts and return their results."""
     left_out = find_missing_files(evidence)
     sources: dict[str, EvidencePart | Otherwise] = {}  # what runs for each part
@@ -87,7 +87,7 @@ def gather_parts(evidence: Evidence, jobs: int) -> dict[str, Any]:
         if (source := part.otherwise if name in left_out else part) is not None:
             sources[name] = source
     check_questions(evidence, sources)
-    parts: dict[str, Any] = {}
+    parts: dict[str, report.Json] = {}
     started = time.monotonic()
     for name, part in evidence.parts.items():
         print(f"{name}: {left_out.get(name, part.title)}", flush=True)
@@ -133,7 +133,7 @@ def check_questions(evidence: Evidence, sources: Mapping[str, EvidencePart | Oth
                 raise UserError(f"{problem}; {nearest(answer.question, questions)}", code="unknown-question")
 
 
-def run_part(evidence: Evidence, name: str, source: EvidencePart | Otherwise, jobs: int) -> dict[str, Any]:
+def run_part(evidence: Evidence, name: str, source: EvidencePart | Otherwise, jobs: int) -> report.Json:
     """Run a part or its replacement, and return its results."""
     names = []
     if isinstance(source, Otherwise):
@@ -146,7 +146,7 @@ def run_part(evidence: Evidence, name: str, source: EvidencePart | Otherwise, jo
     program = ["emo", "sweep"] if is_sweep else ["emo.experiments.known_truth.study"]
     out = evidence.out / name
     run_part_command(["python", "-m", *program, "--jobs", str(jobs), str(source.file), f"out={out}", *names])
-    results: dict[str, Any] = json.loads((out / RESULTS).read_text(encoding="utf-8"))
+    results: report.Json = json.loads((out / RESULTS).read_text(encoding="utf-8"))
     return results
 
 

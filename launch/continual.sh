@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
-from emo.pipeline.control.stop import Watch
+from emo.pipeline.control.stop import SignalWatch
 
-watch = Watch()  # before the heavy imports: a request to stop may arrive while they take their time
+watch = SignalWatch()  # before the heavy imports: a request to stop may arrive while they take their time
 
 from emo.launch.rank import leave, run_recipe
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
-from emo.pipeline.control.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
+from emo.pipeline.control.stop import CALLED, HARDWARE, REPORTS, RESUME, SignalWatch
 
 if __name__ == "__main__":
     # Before imports that take seconds, and before any other thread: threads inherit the blocked signals.
-    watch = Watch()
+    watch = SignalWatch()
 
 # isort: split
 from emo.launch.starting import STARTING
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 SCRIPTS = ("continual", "instruct")  # in launch/
 
 
-def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
+def run_recipe(watch: SignalWatch, argv: list[str] | None = None) -> int:
     """Run one rank of `deepspeed launch/continual.sh RECIPE`. Return its exit code."""
     _set_environment()
     try:
@@ -70,7 +70,7 @@ def _set_environment() -> None:
             os.environ["TRITON_CACHE_DIR"] = str(cache)
 
 
-def _train(watch: Watch, argv: list[str] | None) -> int:
+def _train(watch: SignalWatch, argv: list[str] | None) -> int:
     """Parse the arguments, join the other ranks and train."""
     chatter = split_output()
     args = recipe_arguments(Path(sys.argv[0]).stem, argv)
@@ -170,7 +170,7 @@ def make_parser(called: str = "emo train") -> Parser:
     return parser
 
 
-def _report_errors(run: Callable[[], int], watch: Watch) -> int:
+def _report_errors(run: Callable[[], int], watch: SignalWatch) -> int:
     """Return the exit code of `run`. Print expected errors as one line, others with their traceback."""
 
     def work() -> int:

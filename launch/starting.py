@@ -1,6 +1,6 @@
 """Shows on standard error that rank 0 is starting.
 
-Import this before everything that takes seconds, but after `Watch()`: it starts a thread.
+Import this before everything that takes seconds, but after `SignalWatch()`: it starts a thread.
 """
 
 from __future__ import annotations

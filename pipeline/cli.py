@@ -39,7 +39,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run(argv: list[str]) -> NoReturn:
+def run_and_exit(argv: list[str]) -> NoReturn:
     """Run a command and exit."""
     leave(main(argv))
 

@@ -6,7 +6,9 @@ training is in the section's own module.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import model_validator
@@ -105,3 +107,10 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """Return the resolved configuration as YAML that `load_config` reads back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def flatten(tree: Mapping[str, Any], separator: str, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested mappings with its path, as in `train.seed`."""
+    for key, value in tree.items():
+        inner = f"{path}{separator}{key}" if path else str(key)
+        yield from flatten(value, separator, inner) if isinstance(value, dict) else [(inner, value)]

@@ -8,7 +8,7 @@ fit        for each step s:
                divisor = supervised tokens of these rows, over all ranks
                loss    = sum over tokens of the objective / divisor              (loss/)
                AdamW or Muon step at the scheduled rate                          (engine/)
-               components, validation, checkpoint                                (monitor/, checkpoint/)
+               components, validation, checkpoint                    (monitor/, validation/, checkpoint/)
 finish     wait for the last checkpoint, write the export
 """
 
@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from .checkpoint.saver import (
 from .config import RunConfig
 from .control.lock import RunLock
 from .control.run_dir import CONFIG, EXPORT, INITIAL, checkpoints, step_directory
-from .control.stop import RESUME, StopRequest, Watch, node_name
+from .control.stop import RESUME, SignalWatch, StopRequest, node_name
 from .control.world import (
     World,
     diagnose_hang,
@@ -69,19 +69,19 @@ from .model.export import export_model
 from .model.kernels import check_kernels
 from .model.objectives import load_losses, measuring, warn_of_twins
 from .model.teacher import add_teacher, teacher_identity
-from .monitor.base import find_bases
 from .monitor.component import Component, RunState
 from .monitor.console import Console
-from .monitor.evaluation import evaluate
 from .monitor.guard import Guard
 from .monitor.launches import Launch
 from .monitor.metrics import Metrics, RunFacts
 from .monitor.profiler import Profiler
-from .monitor.samples import Samples
-from .monitor.selection import Selection
 from .monitor.upkeep import GarbageCollection, Heartbeat
 from .planning.checks import TrainingRun, check_run
 from .planning.plan import predict_step
+from .validation.base import find_bases
+from .validation.evaluation import measure_set
+from .validation.samples import Samples
+from .validation.selection import Selection
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Trainer:
     selection: Selection
     components: tuple[Component, ...]
 
-    def __init__(self, config: RunConfig, world: World, watch: Watch, console: Console) -> None:
+    def __init__(self, config: RunConfig, world: World, watch: SignalWatch, console: Console) -> None:
         self.config = config
         self.world = world
         self.watch = watch
@@ -171,7 +171,7 @@ class Trainer:
 
         def take_directory() -> None:
             self.lock.acquire()
-            copies.restore(config, self.plan.identity)
+            copies.fetch_records(config, self.plan.identity)
             identity.check_run_dir(config, self.plan.identity)  # again: another launch may have held the lock
             check_branch(config, self.plan.identity, len(self.plan.data))
             if not (config.output_dir / CONFIG).is_file():  # left by a launch that never claimed the run
@@ -299,7 +299,6 @@ class Trainer:
         run_on_main(world, lambda: identity.claim_run_dir(config, self.identity))
         predicted = predict_step(config, plan, device_name())
         self.launch.log_start(config, plan, predicted, state.step, state.tokens, len(set(hosts)))
-        progress = {} if saved is None else saved.progress
         facts = RunFacts(
             rows=len(plan.data),
             domains=plan.data.domains,
@@ -308,22 +307,20 @@ class Trainer:
             peak_share=None if predicted is None else predicted.peak_share,
         )
         main = world.is_main
-        window = progress.get(Metrics.name)
         train = config.train
-        self.metrics = raise_on_all_ranks(lambda: Metrics(config, state, main, facts, self.console, window))
-        guard = Guard(config.output_dir, train, main, plan.data.provenance, progress.get(Guard.name))
-        begins = saved is None or saved.step == train.branch_step  # the trunk's selection is another run's
-        self.selection = Selection(train, None if begins else progress.get(Selection.name))
-        self._check_best()
+        self.metrics = raise_on_all_ranks(lambda: Metrics(config, state, main, facts, self.console))
+        self.selection = Selection(train)
         self.components = (
             Profiler(train.profile, config.output_dir, world.rank),
             Heartbeat(self.lock, world.rank, train.logging_steps),
-            guard,
+            Guard(config.output_dir, train, main, plan.data.provenance),
             self.metrics,
             self.selection,
             Samples(config, self.engine, self.launch, plan.prompts, state),
             GarbageCollection(),
         )
+        self._load_components({} if saved is None else saved.progress)
+        self._check_best()
         self.saver = Saver(self.engine, config, self.lock, self.identity)
         self.loader = Loader(plan.order, self.batches, world)
         self.validation = {
@@ -335,6 +332,14 @@ class Trainer:
         self.student = None
         if config.objective.on_policy is not None:
             self.student = OnPolicy(config, self.engine, len(plan.data.domains))
+
+    def _load_components(self, progress: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give each component its state in the checkpoint that the run resumes from."""
+        branches = self.state.step == self.config.train.branch_step
+        for component in self.components:
+            of_trunk = branches and component is self.selection  # a selection among another run's checkpoints
+            if component.name in progress and not of_trunk:
+                component.load_state_dict(progress[component.name])
 
     def _check_best(self) -> None:
         """Forget the best checkpoint if it is gone; all ranks must call."""
@@ -422,7 +427,7 @@ class Trainer:
         with self.lock.activity("validating"):
             for name, rows in self.validation.items():
                 max_rows = self.config.train.eval_rows
-                result = evaluate(self.engine, self.losses, rows, max_rows, self.bases.get(name))
+                result = measure_set(self.engine, self.losses, rows, max_rows, self.bases.get(name))
                 self.metrics.record_validation(self.state, name, *result)
                 measured[name] = result[0]
         self.metrics.exclude_pause()

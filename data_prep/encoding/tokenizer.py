@@ -21,8 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import sha256
+from emo.common.io.hub import hub_directory
 from emo.common.io.untrusted import parse_json, read_json
-from emo.common.io.weights import explain_hub_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -313,12 +313,8 @@ def _local(path: str | Path, revision: str | None) -> Path:
     """Return the path of a local tokenizer, or of the files of a hub model from the cache or the network."""
     if Path(path).exists():
         return Path(path)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
-    except Exception as error:  # no id, offline, not found, gated: many classes
-        raise UserError(f"tokenizer {explain_hub_error(str(path), error)}", code="tokenizer") from None
+    files = [*FILES, CHAT_TEMPLATE]
+    return hub_directory(str(path), revision, "tokenizer ", code="tokenizer", allow_patterns=files)
 
 
 def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, str]]:

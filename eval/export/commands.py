@@ -29,25 +29,16 @@ def add_arguments(subparsers: Any) -> None:
         ],
     )
     add = command.add_argument
-    add(
-        "results",
-        nargs="+",
-        type=Path,
-        metavar="RESULTS",
-        help="directories that eval or watch wrote as --output_path",
-    )
+    text = "directories that eval or watch wrote as --output_path"
+    add("results", nargs="+", type=Path, metavar="RESULTS", help=text)
     add("--format", required=True, help=f"one of {', '.join(FORMATS)}")
     out_help = "directory to write to. hf: that of the model, wandb: that of the training run"
     add("--output_path", required=True, type=Path, metavar="DIR", help=out_help)
     add("--name", help="export only the model with this name (all)")
-    add(
-        "--data",
-        metavar="DIR",
-        help="lm-eval: also write samples, with the rows of this --data of `emo eval`",
-    )
-    add(
-        "--tasks", default="", metavar="FILE[,FILE]", help="lm-eval: task files that you passed to `emo eval`"
-    )
+    text = "lm-eval: also write samples, with the rows of this --data of `emo eval`"
+    add("--data", metavar="DIR", help=text)
+    text = "lm-eval: task files that you passed to `emo eval`"
+    add("--tasks", default="", metavar="FILE[,FILE]", help=text)
 
 
 @dataclass(frozen=True)

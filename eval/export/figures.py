@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from emo.common.errors import UserError
 
 from ..results import store
-from ..results.directory import Model, is_right
+from ..results.directory import Model, Record, RowSource, TaskResult, is_right
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class ExportedAccuracy:
     """Share of correct rows. stderr: None if there are too few rows."""
 
     value: float
@@ -32,11 +31,11 @@ class Figures:
     """The result of a task. Its accuracy is the unweighted mean over its groups."""
 
     task: str
-    result: dict[str, Any]
-    records: list[dict[str, Any]]  # in row order
-    accuracy: Accuracy
-    groups: dict[str, Accuracy]  # {"": accuracy} if the task has none
-    rows: dict[str, Any]  # origin of the test rows
+    result: TaskResult
+    records: list[Record]  # in row order
+    accuracy: ExportedAccuracy
+    groups: dict[str, ExportedAccuracy]  # {"": accuracy} if the task has none
+    rows: RowSource
     finished: float  # seconds since the epoch
 
     @property
@@ -88,7 +87,7 @@ def _read_task(model: Model, task: str) -> Figures:
     mean = sum(group.value for group in groups.values()) / len(groups)
     errors = [group.stderr for group in groups.values() if group.stderr is not None]
     stderr = math.sqrt(sum(error**2 for error in errors)) / len(groups)
-    accuracy = Accuracy(mean, stderr if len(errors) == len(groups) else None, len(records))
+    accuracy = ExportedAccuracy(mean, stderr if len(errors) == len(groups) else None, len(records))
     if not math.isclose(mean, result["accuracy"], abs_tol=1e-9):
         raise UserError(
             f"{model.name}, {task}: its records do not match the accuracy of its result. Evaluate it again, "
@@ -99,7 +98,7 @@ def _read_task(model: Model, task: str) -> Figures:
     return Figures(task, result, records, accuracy, groups, view["rows"], finished)
 
 
-def _accuracy(correct: list[bool]) -> Accuracy:
+def _accuracy(correct: list[bool]) -> ExportedAccuracy:
     n = len(correct)
     share = sum(correct) / len(correct)
-    return Accuracy(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, n)
+    return ExportedAccuracy(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, n)

@@ -26,8 +26,8 @@ from ..icl.task_data import load_data
 from ..icl.tasks import GROUP, LABEL, Row, Task, load_task
 from ..report.compare import DIGESTS, describe_lost
 from ..results import store
-from ..results.directory import Model, Record
-from .figures import Accuracy, Figures, read_figures
+from ..results.directory import Model, Record, TaskResult
+from .figures import ExportedAccuracy, Figures, read_figures
 
 SOURCE = "emo-pipeline"  # instead of a model class of the harness
 FILTER = "none"  # the harness's name for unfiltered responses
@@ -94,7 +94,7 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     value: dict[str, Any] = {"results": {}, "groups": {}, "group_subtasks": {}, "configs": {}}
     value |= {"versions": {}, "n-shot": {}, "higher_is_better": {}}
 
-    def entry(name: str, alias: str, result: dict[str, Any], accuracy: Accuracy) -> dict[str, Any]:
+    def entry(name: str, alias: str, result: TaskResult, accuracy: ExportedAccuracy) -> dict[str, Any]:
         if name in value["results"]:
             raise UserError(
                 f"{model.name}: two tasks or groups would have the name {name}. Rename a task file.",
@@ -135,7 +135,7 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     }
 
 
-def _add_foreign(value: dict[str, Any], model: Model, task: str, result: dict[str, Any]) -> None:
+def _add_foreign(value: dict[str, Any], model: Model, task: str, result: TaskResult) -> None:
     """Add the numbers that lm-eval computed itself, under its name of the task."""
     name = result["title"]
     value["results"][name] = {"name": name, "alias": name, "sample_len": result["n"], **result["metrics"]}
@@ -147,7 +147,7 @@ def _add_foreign(value: dict[str, Any], model: Model, task: str, result: dict[st
     value["date"] = max(value["date"], finished)
 
 
-def _task_config(name: str, figures: Figures) -> dict[str, Any]:
+def _task_config(name: str, figures: Figures) -> dict[str, object]:
     """Return the known part of a task's configuration."""
     result = figures.result
     return {
@@ -166,7 +166,7 @@ def _task_config(name: str, figures: Figures) -> dict[str, Any]:
     }
 
 
-def _model_config(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
+def _model_config(model: Model, figures_of_tasks: list[Figures]) -> dict[str, object]:
     """Return how the model was evaluated and trained, with null for settings that do not exist here."""
     trained = {key: model.facts.get(key) for key in ("step", "tokens", "objective")}
     dtype = model.description["dtype"]
@@ -219,7 +219,7 @@ def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counte
     for name, digest, option in (
         ("test_rows", data.digests["test"], "--data"),
         ("pool_rows", data.digests["train"], "--data"),
-        ("prompt", store.digest(task.identity()), "--tasks"),
+        ("prompt", store.digest_json(task.identity()), "--tasks"),
     ):
         if digest[:16] != result["conditions"]["compared"][name]:
             raise UserError(
@@ -235,7 +235,7 @@ def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counte
 
 
 def _sample(
-    task: Task, builder: PromptBuilder, row: Row, record: Record, result: dict[str, Any]
+    task: Task, builder: PromptBuilder, row: Row, record: Record, result: TaskResult
 ) -> dict[str, Any]:
     """Return lm_eval.result_schema.SampleResult of a row.
 

@@ -67,15 +67,15 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     directory.mkdir(parents=True, exist_ok=True)
     for figures in all_of_model:
         dataset = _dataset(figures)
-        rows = figures.rows
+        hub = figures.rows["hub"] or {}
         if dataset is None:
             say(f"{figures.task}: its data is not on the hub, so it gets no entry in {ENTRIES}")
             continue
         entry = EvalResultEntry(
             dataset_id=dataset,
-            task_id=rows["hub"]["name"] or "default",
+            task_id=hub["name"] or "default",
             value=figures.accuracy.value,
-            dataset_revision=rows["hub"]["revision"] if rows["from_hub"] else None,
+            dataset_revision=hub["revision"] if figures.rows["from_hub"] else None,
             date=datetime.fromtimestamp(figures.finished, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             notes=_notes(figures),
         )

@@ -1,7 +1,7 @@
 """Results in Weights & Biases, as points of the training run over its training tokens.
 
     RUN_DIR/config.yaml             the project
-    RUN_DIR/wandb-id                the W&B run (pipeline/monitor/metrics.py)
+    RUN_DIR/wandb-id                the W&B run (pipeline/monitor/loggers/)
     RUN_DIR/wandb-evaluations.json  digests of the sent points with a model of each, and the transfer in
     progress
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from emo.common.config.recipe import read_written
 from emo.common.errors import UserError, one_line
@@ -81,9 +80,9 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
                 "single writer, so export again later.",
                 code="run-in-use",
             )
-        noted = store.read_json(run_dir / SENT) or {"sent": {}}
+        noted = store.read_json_or_none(run_dir / SENT) or {"sent": {}}
         # The last checkpoint and the run's export have the same results and tokens, so they are one point.
-        due = {store.digest(point): name for name, point in points.items()}
+        due = {store.digest_json(point): name for name, point in points.items()}
         due = {digest: name for digest, name in due.items() if digest not in noted["sent"]}
         begun = str(noted.get("sending", ""))  # W&B would also send what a killed export left
         if begun.startswith(OFFLINE) and is_plain_name(begun):
@@ -100,12 +99,12 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
     return faults
 
 
-def _point(model: Model) -> dict[str, Any]:
+def _point(model: Model) -> dict[str, float]:
     """Return the values to log for a model."""
     all_of_model = read_figures(model) if model.results or not model.measures else []
     if model.facts.get("tokens") is None:
         raise UserError(f"{model.name} does not record its number of training tokens", code="tracking")
-    point: dict[str, Any] = {AXIS: model.facts["tokens"], "eval/step": model.facts.get("step")}
+    point: dict[str, float | None] = {AXIS: model.facts["tokens"], "eval/step": model.facts.get("step")}
     for figures in all_of_model:
         point[f"eval/{figures.task}/accuracy"] = figures.accuracy.value
         point[f"eval/{figures.task}/accuracy_stderr"] = figures.accuracy.stderr
@@ -118,7 +117,7 @@ def _point(model: Model) -> dict[str, Any]:
 
 
 def _log(
-    points: list[dict[str, Any]], run_dir: Path, project: str, run_id: str, sent: dict[str, str]
+    points: list[dict[str, float]], run_dir: Path, project: str, run_id: str, sent: dict[str, str]
 ) -> None:
     try:
         import wandb

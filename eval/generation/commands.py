@@ -12,6 +12,7 @@ from typing import Any
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import printable
 
+from ..models.base import Say
 from ..models.model import DTYPES
 from ..results.rows import read_texts
 from .decoding import Beams, Decoding
@@ -24,11 +25,15 @@ PROTOCOLS = ("paper", "released")
 OUT = Path("runs/eval")
 
 Add = Callable[..., Any]  # argparse's add_argument
-Say = Callable[[str], None]
 
 
 def add_arguments(subparsers: Any) -> None:
     """Add the commands `generate` and `quality` with their arguments."""
+    _add_generate(subparsers)
+    _add_quality(subparsers)
+
+
+def _add_generate(subparsers: Any) -> None:
     command = subparsers.add_parser(
         "generate",
         description="Sample text from a model and store it. By default every token is sampled from the full "
@@ -42,13 +47,11 @@ def add_arguments(subparsers: Any) -> None:
     add_model(add)
     add_dtype(add)
     where = command.add_mutually_exclusive_group()
-    where.add_argument(
-        "--prefix", action="append", metavar="TEXT", help="text to continue; repeatable (none)"
-    )
+    text = "text to continue; repeatable (none)"
+    where.add_argument("--prefix", action="append", metavar="TEXT", help=text)
     where.add_argument("--prefixes", type=Path, metavar="FILE", help="JSON lines with `text`, or plain lines")
-    where.add_argument(
-        "--corpus", metavar="NAME", help=f"continue texts of a corpus, as in the paper: {', '.join(CORPORA)}"
-    )
+    text = f"continue texts of a corpus, as in the paper: {', '.join(CORPORA)}"
+    where.add_argument("--corpus", metavar="NAME", help=text)
     text = "with --prefixes: number of words of each text that form the prefix (all)"
     add("--prefix_words", type=int, default=0, help=text)
     text = "with --corpus: directory with FOLDER/SPLIT.jsonl or .txt[.zst] files, or hub (hub)"
@@ -59,16 +62,13 @@ def add_arguments(subparsers: Any) -> None:
     text = f"longest continuation in tokens (the corpus's default, else {TOKENS})"
     add("--max_new_tokens", type=int, help=text)
     add("--seeds", default="0", metavar="SEED[,SEED]", help="seeds of the samples (0)")
-    add(
-        "--batch_size",
-        type=int,
-        default=64,
-        metavar="N",
-        help="texts per batch (64). It does not change the texts",
-    )
+    text = "texts per batch (64). It does not change the texts"
+    add("--batch_size", type=int, default=64, metavar="N", help=text)
     add_decoding(add)
     add("--beams", type=int, metavar="N", help="beam search with this many beams")
 
+
+def _add_quality(subparsers: Any) -> None:
     command = subparsers.add_parser(
         "quality",
         description="Measure sampled text: MAUVE, ROUGE and perplexities. Texts of prefixes with a known "
@@ -82,25 +82,16 @@ def add_arguments(subparsers: Any) -> None:
     add("texts", nargs="+", type=Path, metavar="DIR", help=text)
     text = f"results directory for the texts of --oracle ({OUT})"
     add("--output_path", type=Path, default=OUT, help=text)
-    add(
-        "--oracle",
-        metavar="MODEL",
-        help="model that measures the perplexity of the texts, and whose samples are the comparison",
-    )
-    add(
-        "--reference",
-        metavar="MODEL",
-        help="model for forward and reverse cross-entropy. It must have the same tokenizer",
-    )
+    text = "model that measures the perplexity of the texts, and whose samples are the comparison"
+    add("--oracle", metavar="MODEL", help=text)
+    text = "model for forward and reverse cross-entropy. It must have the same tokenizer"
+    add("--reference", metavar="MODEL", help=text)
     text = "featurizer of MAUVE: minilm, a sentence model, or a language model by path or id (gpt2-large)"
     add("--mauve", metavar="FEATURIZER", help=text)
     text = "texts for the test perplexity and the cross-entropy (the corpus's test split)"
     add("--test", type=Path, metavar="FILE", help=text)
-    add(
-        "--protocol",
-        default="paper",
-        help="paper (default), or released to compare texts as the authors' scripts do",
-    )
+    text = "paper (default), or released to compare texts as the authors' scripts do"
+    add("--protocol", default="paper", help=text)
     add_dtype(add)
 
 
@@ -113,29 +104,17 @@ def add_model(add: Add) -> None:
 
 def add_dtype(add: Add) -> None:
     """Add the option --dtype."""
-    add(
-        "--dtype",
-        default="auto",
-        help=f"dtype of the weights: auto (default, as stored), {', '.join(DTYPES[1:])}",
-    )
+    text = f"dtype of the weights: auto (default, as stored), {', '.join(DTYPES[1:])}"
+    add("--dtype", default="auto", help=text)
 
 
 def add_decoding(add: Add) -> None:
     """Add the options that set how tokens are chosen."""
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="divide the logits by this number, also with --decode (1)",
-    )
+    text = "divide the logits by this number, also with --decode (1)"
+    add("--temperature", type=float, default=1.0, help=text)
     add("--top_k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (0: all)")
-    add(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens that together have probability P (1)",
-    )
+    text = "sample from the most likely tokens that together have probability P (1)"
+    add("--top_p", type=float, default=1.0, metavar="P", help=text)
     add("--greedy", action="store_true", help="always take the most likely token")
     text = "sample from the distributions that training with OBJECTIVE would turn the model's into"
     add("--decode", default="", metavar="OBJECTIVE", help=text)
@@ -223,7 +202,7 @@ def _quality(args: argparse.Namespace, say: Say) -> int:
             "pip install 'emo-pipeline[mauve]'",
             code="missing-extra",
         )
-    from .quality import QualityOptions, Sampled, write
+    from .quality import QualityOptions, Sampled, write_quality
 
     test = [text for text in read_texts(args.test) if text] if args.test else None
     if test == []:
@@ -234,5 +213,5 @@ def _quality(args: argparse.Namespace, say: Say) -> int:
     sampled = [Sampled(directory) for directory in args.texts]
     for texts in sampled:
         texts.measure(options, say)
-    say("\n".join(write(sampled)))
+    say("\n".join(write_quality(sampled)))
     return ExitCode.DONE

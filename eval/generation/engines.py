@@ -170,7 +170,7 @@ class Vllm(Transformers):
                 temperature=0.0 if self.decoding.greedy else self.decoding.temperature,
                 top_p=self.decoding.top_p,
                 top_k=self.decoding.top_k or -1,  # -1: all. vLLM before 0.9 rejects 0.
-                seed=int(store.digest(request.seed)[:15], 16),
+                seed=int(store.digest_json(request.seed)[:15], 16),
                 stop_token_ids=self.model.ends,
             )
             for request in requests
@@ -253,7 +253,7 @@ class TextJob(ABC):
         ignored: facts whose changes are not reported.
         """
         path = self.directory / ABOUT
-        before = store.read_json(path)
+        before = store.read_json_or_none(path)
         store.replace(path, store.dump(about))
         if change := store.describe_replacement(before, about, ignored):
             say(f"{self.directory} {change}")

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from . import likelihood
 from .decoding import first_ids, prompt_ids, split_ids
 from .engines import Transformers
 from .prefixes import Prefixes
-from .records import Generation, read_records
+from .records import Generation, read_generated
 
 QUALITY = "quality.json"
 SHARES = ("ended", "rouge", "repetition", "distinct")  # prefixes of the names of measures between 0 and 1
@@ -72,6 +72,16 @@ class QualityOptions:
     dtype: str = "auto"
 
 
+class Summary(TypedDict):
+    """A mean with its interval, which is null for a single unit."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+    unit: str
+
+
 class Sampled:
     """The texts that `generate` left in a directory, for one model, corpus and decoding, with their measures.
 
@@ -82,7 +92,7 @@ class Sampled:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.about, self.records = read_records(directory)
+        self.about, self.records = read_generated(directory)
         numbers = [record["prefix_number"] for record in self.records]
         self.humans = list({r["prefix_number"]: r for r in reversed(self.records)}.values())[::-1]
         several = len(self.humans) > 1
@@ -138,7 +148,7 @@ class Sampled:
                 f"{self.directory}: a measure is NaN or infinite. Nothing is reported.", code="not-finite"
             ) from None
 
-    def _summarise(self, estimates: dict[str, Estimate]) -> dict[str, Any]:
+    def _summarise(self, estimates: dict[str, Estimate]) -> dict[str, Summary]:
         """Return estimates with their intervals, and keep them for comparisons."""
         self.estimates |= estimates
         return {name: summarise(e, self.unit, high=maximum(name)) for name, e in estimates.items()}
@@ -245,7 +255,7 @@ class Sampled:
         result = {"intervals": intervals, "reference": about, "texts": len(rows)}
         self.result["cross_entropy"] = result | {way: x["mean"] for way, x in intervals.items()}
 
-    def compare(self, other: Sampled) -> dict[str, Any] | str:
+    def compare(self, other: Sampled) -> dict[str, Summary] | str:
         """Return the differences other - self on the same prefixes by measure, or why there are none."""
         a = self.about
         b = other.about
@@ -274,7 +284,7 @@ def _human_text(texts: list[str]) -> dict[str, float]:
     return measures | {"words": float(np.mean([len(units(text)) for text in texts]))}
 
 
-def write(sampled: Sequence[Sampled]) -> list[str]:
+def write_quality(sampled: Sequence[Sampled]) -> list[str]:
     """Write quality.json for every set of texts, and return a table of all of them.
 
     All others are compared with the first.
@@ -294,7 +304,7 @@ def write(sampled: Sequence[Sampled]) -> list[str]:
     return lines + (_table("minus the first, paired by prefix", rows) if rows else [])
 
 
-def by_seed(seeds: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+def by_seed(seeds: Sequence[int], values: Sequence[float]) -> Summary:
     """Return the mean of shares with Student's interval over seeds. Values of a seed are averaged first."""
     means = [
         float(np.mean([v for s, v in zip(seeds, values, strict=True) if s == seed]))
@@ -314,8 +324,8 @@ def summarise(
     transform: Callable[[float], float] = float,
     low: float = 0.0,
     high: float = math.inf,
-) -> dict[str, Any]:
-    """Return an estimate with its interval, which is null for a single unit.
+) -> Summary:
+    """Return an estimate with its interval.
 
     Args:
         estimate: The estimate over clusters.
@@ -495,10 +505,11 @@ def _cells(result: dict[str, Any]) -> dict[str, str]:
     return cells | {name: _cell(result["text"][name]) for name in names}
 
 
-def _cell(value: dict[str, Any], digits: int = 3, sign: str = "-") -> str:
+def _cell(value: Summary, digits: int = 3, sign: str = "-") -> str:
     """Return a value with its interval, and the number of units if there are few."""
     text = f"{value['mean']:{sign}.{digits}f}"
-    if value["low"] is None:
+    low, high = value["low"], value["high"]
+    if low is None or high is None:
         return text
     few = f" ({value['n']} {value['unit']})" if value["n"] < FEW else ""
-    return f"{text} [{value['low']:{sign}.{digits}f}, {value['high']:{sign}.{digits}f}]{few}"
+    return f"{text} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]{few}"

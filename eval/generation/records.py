@@ -72,8 +72,8 @@ class Generation(TextJob):
 
     def run(self) -> list[Record]:
         """Return all records, generated or read."""
-        identity = self.engine.identity | {"generation": VERSION, "prompts": store.digest(self.prompts)}
-        identity |= {"prefixes": store.digest([self.prefixes.texts, self.prefixes.references])}
+        identity = self.engine.identity | {"generation": VERSION, "prompts": store.digest_json(self.prompts)}
+        identity |= {"prefixes": store.digest_json([self.prefixes.texts, self.prefixes.references])}
         identity |= {"tokens": self.tokens, "samples": self.samples}
         del identity["engine"]  # always Transformers
         records = []
@@ -125,7 +125,7 @@ class Generation(TextJob):
         self.write_about(len(records), about, ("path", "records"), say)
 
 
-def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
+def read_generated(directory: Path) -> tuple[dict[str, Any], list[Record]]:
     """Return the facts and the records that `Generation` wrote into a directory."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
         raise UserError(f"{directory} has no {RECORDS}. Create it with: emo generate", code="no-results")

@@ -24,6 +24,7 @@ from emo.common.errors import UserError
 from ..models.base import BUDGET
 from ..models.model import EvaluatedModel, quiet_libraries
 from ..results import store
+from ..results.directory import Record
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -68,18 +69,18 @@ class StoredAnswers(LM):
         return self._answer("generate_until", requests)
 
     @cached_property
-    def _scorer(self) -> Scorer:
+    def _scorer(self) -> RecordingHFLM:
         model = self.job.model
-        assert isinstance(model, EvaluatedModel)  # checked by `evaluate`
+        assert isinstance(model, EvaluatedModel)  # checked by `evaluate_harness_task`
         self.job.say(f"{model.name}: loading {model.source}")
         quiet_libraries()
-        return Scorer(model, self.job.settings.max_tokens, self.job.settings.batch_size)
+        return RecordingHFLM(model, self.job.settings.max_tokens, self.job.settings.batch_size)
 
     def _answer(self, kind: str, requests: list[Instance]) -> list[Any]:
         job = self.job
         model = job.model
         assert isinstance(model, EvaluatedModel)
-        content = store.digest([kind, [[*request.args] for request in requests]])
+        content = store.digest_json([kind, [[*request.args] for request in requests]])
         self.contents.append(content)
         identity = {
             "weights": model.digest,
@@ -95,11 +96,12 @@ class StoredAnswers(LM):
             _ = self._scorer  # it logs lines, so load it before the bar appears
         with show_activity(f"{model.name} {self.label}", len(requests), "request") as advance:
 
-            def compute(numbers: range) -> list[dict[str, Any]]:
+            def compute(numbers: range) -> list[Record]:
                 answers = self._scorer.answer(kind, [requests[number] for number in numbers])
                 job.computed += 1
                 advance(len(numbers))
-                return [{"row": n, **answer} for n, answer in zip(numbers, answers, strict=True)]
+                found = zip(numbers, answers, strict=True)
+                return [{"row": row, "answer": answer, **fate._asdict()} for row, (answer, fate) in found]
 
             records = store.complete(entry, len(requests), chunk, compute, advance)
         if entry.result() is None:
@@ -111,7 +113,7 @@ class StoredAnswers(LM):
         return [record["answer"] for record in records]
 
 
-class Scorer(HFLM):
+class RecordingHFLM(HFLM):
     """lm-eval's HFLM that also records which prompts and answers were cut. It shows no progress bars."""
 
     def __init__(self, model: EvaluatedModel, max_tokens: int | None, batch_size: int | None) -> None:
@@ -130,7 +132,7 @@ class Scorer(HFLM):
         self.ends = {*model.ends}
         self.fates: list[Fate] = []
 
-    def answer(self, kind: str, requests: list[Instance]) -> list[dict[str, Any]]:
+    def answer(self, kind: str, requests: list[Instance]) -> list[tuple[Any, Fate]]:
         """Return the answer to each request, and what was cut."""
         self.fates = []
         marks = Marks(self)
@@ -149,7 +151,7 @@ class Scorer(HFLM):
                     "Try --dtype float32.",
                     code="not-finite",
                 )
-        return [{"answer": answer, **fate._asdict()} for answer, fate in zip(answers, fates, strict=True)]
+        return list(zip(answers, fates, strict=True))
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> list[tuple[float, bool]]:
         lengths = [len(context or ()) + len(tail) for _, context, tail in requests]
@@ -169,7 +171,7 @@ class Scorer(HFLM):
 class Marks(CacheHook):
     """Receives each generated answer from HFLM right after its batch, and notes what was cut."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: RecordingHFLM) -> None:
         super().__init__(None)
         self.scorer = scorer
         self.fates: defaultdict[str, deque[Fate]] = defaultdict(deque)

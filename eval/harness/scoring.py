@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from emo.common.errors import UserError, one_line
 from ..icl.job import CHUNK, Job
 from ..models.model import EvaluatedModel
 from ..results import stats, store
-from ..results.directory import Record
+from ..results.directory import Record, TaskResult
 from .adapter import Fate, StoredAnswers
 
 VERSION = 1  # of the records and results made here
@@ -39,7 +40,7 @@ FAULTS = (
     ImportError,
     NotImplementedError,
 )
-# Aggregations whose value follows from one number, or number and weight, per row -> scale of `stats.measure`.
+# Aggregations of one number, or number and weight, per row -> scale of `stats.estimate_measure`.
 SCALES = {
     metrics.mean: "mean",
     metrics.perplexity: "perplexity",
@@ -51,10 +52,10 @@ SCALES = {
 class Run(NamedTuple):
     """What lm_eval.evaluate returned for a task or group."""
 
-    tasks: dict[str, Any]  # by name
+    tasks: Mapping[str, Any]  # lm-eval's, by name
     group: Any  # lm_eval's Group, or None
-    results: dict[str, Any]
-    values: dict[str, Any]  # lm-eval's numbers for the task or group, by "metric,filter"
+    samples: Mapping[str, Any]  # lists of rows, by task
+    values: dict[str, float]  # lm-eval's numbers for the task or group, by "metric,filter"
     answers: StoredAnswers
 
 
@@ -65,7 +66,7 @@ def seed() -> None:
     torch.manual_seed(DEFAULT_OTHER_SEED)
 
 
-def evaluate(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[str, Any]:
+def evaluate_harness_task(name: str, title: str, loaded: Any, job: Job) -> TaskResult:
     """Return the result of the job's model on a task or group, and write its view.
 
     Args:
@@ -84,9 +85,8 @@ def evaluate(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[st
     answers = StoredAnswers(job, name)
     try:
         run = _run(loaded, answers)
-        deciding = _deciding_metric(run)
-        records = _records(run, deciding)
-        result = {"task": name, "title": title} | _summarise(job, run, deciding, records)
+        records = _records(run, _deciding_metric(run))
+        result = _summarise(job, run, name, title, records)
     except FAULTS as error:
         if isinstance(error, UserError):
             raise
@@ -97,8 +97,8 @@ def evaluate(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[st
         "weights": job.model.digest,
         "version": VERSION,
         "answers": answers.contents,
-        "result": store.digest(result),
-        "records": store.digest(records),
+        "result": store.digest_json(result),
+        "records": store.digest_json(records),
     }
     entry = store.Entry(job.out / store.STORE, identity, job.say)
     if entry.result() is None or not entry.is_complete(len(records), CHUNK):
@@ -108,7 +108,7 @@ def evaluate(name: str, title: str, loaded: dict[str, Any], job: Job) -> dict[st
     return result
 
 
-def _run(loaded: dict[str, Any], answers: StoredAnswers) -> Run:
+def _run(loaded: Any, answers: StoredAnswers) -> Run:
     """Run lm_eval.evaluate as lm_eval.simple_evaluate does, which would return nothing on some ranks."""
     settings = answers.job.settings
     for part in loaded["tasks"].values():
@@ -126,7 +126,7 @@ def _run(loaded: dict[str, Any], answers: StoredAnswers) -> Run:
         for key, value in results["results"][name].items()
         if "," in key and "_stderr," not in key and not isinstance(value, str) and math.isfinite(value)
     }
-    return Run(loaded["tasks"], group, results, values, answers)
+    return Run(loaded["tasks"], group, results["samples"], values, answers)
 
 
 def _deciding_metric(run: Run) -> str:
@@ -143,7 +143,7 @@ def _records(run: Run, deciding: str) -> list[Record]:
     records: list[Record] = []
     for name in run.tasks:
         rows: dict[int, Record] = {}
-        for sample in run.results["samples"][name]:
+        for sample in run.samples[name]:
             number = sample["doc_id"]
             fate = run.answers.fates.get((name, number), Fate())
             record = rows.setdefault(
@@ -189,20 +189,23 @@ def _unweighted(run: Run, deciding: str) -> bool:
     return any(config.metric == wanted and not config.weight_by_size for config in configs)
 
 
-def _summarise(job: Job, run: Run, deciding: str, records: list[Record]) -> dict[str, Any]:
+def _summarise(job: Job, run: Run, name: str, title: str, records: list[Record]) -> TaskResult:
     """Return the result. It has the keys of our own tasks, or `measure` if rows are not right or wrong."""
+    deciding = _deciding_metric(run)
     shots = sorted({int(part.get_config("num_fewshot") or 0) for part in run.tasks.values()})
     versions = sorted({str(part.VERSION) for part in run.tasks.values()})
     generated = any(part.OUTPUT_TYPE == "generate_until" for part in run.tasks.values())
     compared = {
-        "test_rows": store.digest([[r["group"], r["id"], r["gold"]] for r in records])[:16],
-        "prompt": store.digest(run.answers.contents)[:16],
+        "test_rows": store.digest_json([[r["group"], r["id"], r["gold"]] for r in records])[:16],
+        "prompt": store.digest_json(run.answers.contents)[:16],
         "score": deciding,
         "max_tokens": job.settings.max_tokens,
         "dtype": job.model.dtype,
         "scorer": f"lm-eval {metadata.version('lm_eval')}, {VERSION}",
     }
-    result = {
+    result: TaskResult = {
+        "task": name,
+        "title": title,
         "version": ", ".join(versions),
         "retriever": BY,
         "shots": shots[-1],
@@ -218,20 +221,20 @@ def _summarise(job: Job, run: Run, deciding: str, records: list[Record]) -> dict
     unweighted = _unweighted(run, deciding)
     better = next(iter(run.tasks.values())).higher_is_better().get(deciding.split(",")[0])
     if scale == "mean" and better is not False and all("correct" in r for r in records):
-        return result | _accuracy(run, records, unweighted)
-    measure = {
-        "value": run.values[deciding],
-        "scale": "" if unweighted else scale,
-        "higher_is_better": better,
-    }
-    return result | {"measure": measure | {"interval": _interval(records, measure["scale"])}}
+        _add_accuracy(result, run, records, unweighted)
+        return result
+    scale = "" if unweighted else scale
+    interval = _interval(records, scale)
+    value = run.values[deciding]
+    result["measure"] = {"value": value, "scale": scale, "higher_is_better": better, "interval": interval}
+    return result
 
 
 def _interval(records: list[Record], scale: str) -> dict[str, float] | None:
     """Return the interval of a measure, if rows add up to it."""
     if not scale:
         return None
-    estimate = stats.measure([r["value"] for r in records], [r["weight"] for r in records], scale)
+    estimate = stats.estimate_measure([r["value"] for r in records], [r["weight"] for r in records], scale)
     if (interval := estimate.interval()) is None:
         return None
     ends = asdict(interval)
@@ -239,26 +242,28 @@ def _interval(records: list[Record], scale: str) -> dict[str, float] | None:
     return {end: math.exp(min(x, 700.0)) for end, x in ends.items()} if scale == "perplexity" else ends
 
 
-def _accuracy(run: Run, records: list[Record], unweighted: bool) -> dict[str, Any]:
-    """Return the keys of a result that depend on which rows are right."""
+def _add_accuracy(result: TaskResult, run: Run, records: list[Record], unweighted: bool) -> None:
+    """Add the keys of a result that depend on which rows are right."""
     correct = [r["correct"] for r in records]
     groups = [r["group"] for r in records] if unweighted else None
-    accuracy = asdict(stats.accuracy(correct, groups))
-    value = {"accuracy": accuracy.pop("value"), **accuracy}
+    accuracy = stats.accuracy(correct, groups).to_json()
     by_group: dict[str, list[bool]] = {}
     for record in records if unweighted else ():
         by_group.setdefault(record["group"], []).append(record["correct"])
     choices = all(part.OUTPUT_TYPE == "multiple_choice" for part in run.tasks.values())
     gold = Counter(r["gold"] for r in records)
-    return value | {
-        "labels": [],
-        "chance": sum(1 / r["choices"] for r in records) / len(records) if choices else 0.0,
-        "majority": max(gold.values()) / len(records),
-        "scores": {},
-        "macro_f1": None,
-        "confusion": [],
-        "groups": {n: {"accuracy": sum(c) / len(c), "n": len(c)} for n, c in by_group.items()},
-        "leaked": 0,
-        "clean": value,
-        "worst": [],
-    }
+    result.update(
+        {
+            **accuracy,
+            "labels": [],
+            "chance": sum(1 / r["choices"] for r in records) / len(records) if choices else 0.0,
+            "majority": max(gold.values()) / len(records),
+            "scores": {},
+            "macro_f1": None,
+            "confusion": [],
+            "groups": {n: {"accuracy": sum(c) / len(c), "n": len(c)} for n, c in by_group.items()},
+            "leaked": 0,
+            "clean": accuracy,
+            "worst": [],
+        }
+    )

@@ -18,6 +18,7 @@ from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
 
 from ..icl.tasks import ForeignTask, Task, select_tasks
+from ..results.directory import TaskResult
 
 PREFIX = "lm-eval:"
 
@@ -45,12 +46,12 @@ class HarnessTask(ForeignTask):
             reason = f"{type(error).__name__}: {one_line(error, 200)}"
             raise UserError(f"lm-eval cannot load {self.spec}: {reason}", code="lm-eval") from None
 
-    def evaluate(self, job: Any) -> dict[str, Any]:
+    def evaluate(self, job: Any) -> TaskResult:
         """Return the result of the model of a `Job`, as ForeignTask.evaluate does."""
-        from .scoring import evaluate, seed
+        from .scoring import evaluate_harness_task, seed
 
         seed()  # also for the order of rows
-        return evaluate(self.name, self.title, self.load(), job)
+        return evaluate_harness_task(self.name, self.title, self.load(), job)
 
 
 def select_all(names: str, version: str = "paper") -> Sequence[Task | ForeignTask]:

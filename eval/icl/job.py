@@ -23,7 +23,7 @@ from ..models.base import LanguageModel, NotFiniteError, Say
 from ..models.encoder import Encoder
 from ..models.model import EvaluatedModel, quiet_libraries
 from ..results import store
-from ..results.directory import MODELS, Record, claim_name, only_answer
+from ..results.directory import MODELS, Conditions, Record, RowSource, TaskResult, claim_name, only_answer
 from .settings import CANDIDATES, RETRIEVERS, SEED, VERSION, Settings
 from .task_data import TaskData, load_data
 from .tasks import GROUP, LABEL, ROW, ForeignTask, Task
@@ -35,10 +35,12 @@ CHUNK = 256  # rows, the most work that a killed job loses
 
 
 class Retrieval(NamedTuple):
-    """The demonstrations of every test row, and the facts besides the rows that they depend on."""
+    """The demonstrations of every test row. encoder: digest of the sentence model that chose them, or ""."""
 
     indices: list[list[int]]
-    identity: dict[str, Any]
+    shots: int = 0
+    retriever: str = "none"
+    encoder: str = ""
 
 
 class Job:
@@ -75,7 +77,7 @@ class Job:
         with show_activity(f"{self.model.name}: loading"):
             return Recorder(self.model, self.settings, self.say)
 
-    def run(self, task: Task | ForeignTask) -> dict[str, Any]:
+    def run(self, task: Task | ForeignTask) -> TaskResult:
         """Return the result of a task. It is computed unless it is known."""
         if isinstance(task, ForeignTask):
             return task.evaluate(self)
@@ -98,45 +100,43 @@ class Job:
             "conditions": conditions,
         }
         entry = store.Entry(self.out / store.STORE, identity, self.say)
-        result = entry.result()
+        result: TaskResult | None = entry.result()
         if result is None or not entry.is_complete(len(retrieval.indices), CHUNK):
             from .task_metrics import summarise_task
 
             records = self._records(task, data, retrieval.indices, entry)
             dtype = {"dtype": self.model.computed_dtype}  # also if it was `auto`
-            conditions = conditions | {"compared": conditions["compared"] | dtype}
+            conditions = {"compared": conditions["compared"] | dtype, "noted": conditions["noted"]}
             entry.finish(summarise_task(task, data, records, settings, conditions))
             result = entry.result()
             assert result is not None
         # The origin of the test rows is not part of the key, but their content is.
-        hub = task.spec.hub and task.spec.hub.model_dump()
-        rows = {"from_hub": settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
+        hub = task.spec.hub.model_dump() if task.spec.hub else None
+        rows: RowSource = {"from_hub": settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
         self.write_view(task.name, entry.key, result, rows)
         return result
 
-    def _conditions(self, task: Task, data: TaskData, retrieval: Retrieval) -> dict[str, dict[str, Any]]:
-        """Return the conditions of a result. Two results are comparable if all of `compared` is equal."""
-        identity = retrieval.identity
+    def _conditions(self, task: Task, data: TaskData, retrieval: Retrieval) -> Conditions:
         settings = self.settings
         compared = {
             "test_rows": data.digests["test"][:16],
             "pool_rows": data.digests["train"][:16],
-            "prompt": store.digest(task.identity())[:16],
-            "shots": identity["shots"],
-            "retriever": identity["retriever"],
-            "encoder": identity.get("encoder", "")[:16],
+            "prompt": store.digest_json(task.identity())[:16],
+            "shots": retrieval.shots,
+            "retriever": retrieval.retriever,
+            "encoder": retrieval.encoder[:16],
             **{name: getattr(settings, name) for name in ("inferencer", "faithful", "score", "max_tokens")},
             "dtype": self.model.dtype,
             "scorer": VERSION,
         }
-        noted = {"prompt_version": task.version, "demonstrations": store.digest(retrieval.indices)[:16]}
+        noted = {"prompt_version": task.version, "demonstrations": store.digest_json(retrieval.indices)[:16]}
         noted["pool"] = f"{len(data.rows['train'])} of {data.pool}"
         return {"compared": compared, "noted": noted}
 
-    def write_view(self, task: str, key: str, result: dict[str, Any], rows: dict[str, Any]) -> None:
+    def write_view(self, task: str, key: str, result: TaskResult, rows: RowSource) -> None:
         """Show a stored result in reports. rows: the origin of the test rows."""
         path = self.out / MODELS / self.model.name / f"{task}.json"
-        stored = store.read_json(path)
+        stored = store.read_json_or_none(path)
         weights = self.model.digest
         if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != key:
             self.say(
@@ -149,10 +149,10 @@ class Job:
         """Return the demonstrations of every test row, from the store if they are known."""
         count = task.spec.shots.count if self.settings.shots is None else self.settings.shots
         if count == 0:
-            return Retrieval([[] for _ in data.rows["test"]], {"retriever": "none", "shots": 0})
+            return Retrieval([[] for _ in data.rows["test"]])
         identity = {"shots": count} | self._retriever_identity(task)
         folder = self.out / store.STORE / "retrieval"
-        path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
+        path = folder / f"{store.digest_json([identity, data.digests])[:32]}.json"
         while (indices := store.unsealed(path)) is None:
             with hold_if_free(store.lease(folder / "leases", path.stem)) as acquired:
                 if acquired and store.unsealed(path) is None:
@@ -160,19 +160,20 @@ class Job:
                         self.say(f"{path} is damaged. Computing it again.")
                     with show_activity(f"{task.name}: choosing demonstrations"):
                         chosen = self._choose(task, data, count)
-                    store.replace(path, store.seal(chosen))
+                    store.replace(path, store.seal_json(chosen))
             if not acquired:
                 time.sleep(store.POLL_SECONDS)
-        return Retrieval(indices, identity)
+        return Retrieval(indices, count, str(identity["retriever"]), str(identity.get("encoder", "")))
 
-    def _retriever_identity(self, task: Task) -> dict[str, Any]:
+    def _retriever_identity(self, task: Task) -> dict[str, object]:
+        """Return the facts besides the rows that the demonstrations depend on."""
         name = self.settings.retriever
         model = self.model
         if task.spec.shots.by == "group":
             return {"retriever": "group"}
         if name not in RETRIEVERS:
             return {"retriever": name, "encoder": self.encoder.digest}
-        facts: dict[str, Callable[[], Any]] = {
+        facts: dict[str, Callable[[], object]] = {
             "seed": lambda: SEED,
             "candidates": lambda: CANDIDATES,
             "encoder": lambda: self.encoder.digest,
@@ -256,7 +257,7 @@ class Job:
 
 def run_all(
     model: LanguageModel, tasks: Sequence[Task | ForeignTask], settings: Settings, out: Path, say: Say
-) -> list[dict[str, Any]]:
+) -> list[TaskResult]:
     """Return the results of all tasks. A partial run can already be reported.
 
     Args:
@@ -284,7 +285,7 @@ def run_all(
     return results
 
 
-def _describe_result(result: dict[str, Any]) -> str:
+def _describe_result(result: TaskResult) -> str:
     shortened = result["rows_shortened"]
     note = f", {shortened} shortened" if shortened else ""
     if answers := result.get("answers_cut"):
@@ -300,13 +301,13 @@ def _describe_result(result: dict[str, Any]) -> str:
     )
 
 
-def _describe_lost(result: dict[str, Any]) -> str:
+def _describe_lost(result: TaskResult) -> str:
     kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
     kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
     return ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
 
 
-def mean_accuracy(results: Sequence[dict[str, Any]]) -> tuple[float | None, str]:
+def mean_accuracy(results: Sequence[TaskResult]) -> tuple[float | None, str]:
     """Return the mean accuracy of the results that have one, and a description of the results."""
     values = [result["accuracy"] for result in results if "accuracy" in result]
     if not values:

@@ -68,7 +68,7 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
             f"task {task.name} needs {count} demonstrations but has {len(pool)} rows. Lower --num_fewshot.",
             code="too-few-rows",
         )
-    digests = {role: store.digest([list(row.items()) for row in part]) for role, part in rows.items()}
+    digests = {role: store.digest_json([list(row.items()) for row in part]) for role, part in rows.items()}
     return TaskData(rows, digests, texts, len(pool))
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from ..results import stats
-from ..results.directory import Record
+from ..results.directory import Conditions, Record, TaskResult
 from .settings import Settings, best_label
 from .task_data import TaskData
 from .tasks import LABEL, Task
@@ -17,8 +15,8 @@ WORST = 5  # mistakes that are stored with their text
 
 
 def summarise_task(
-    task: Task, data: TaskData, records: list[Record], settings: Settings, conditions: dict[str, Any]
-) -> dict[str, Any]:
+    task: Task, data: TaskData, records: list[Record], settings: Settings, conditions: Conditions
+) -> TaskResult:
     """Return the result of a task: all metrics of its records, and the worst mistakes.
 
     Args:
@@ -33,9 +31,10 @@ def summarise_task(
     by_score = {}  # the accuracy if each score decided
     for name in settings.scores:
         chosen = [task.labels[best_label(r["scores"][name])] for r in records]
-        by_score[name] = _accuracy([p == g for p, g in zip(chosen, gold, strict=True)], groups)
+        by_score[name] = stats.accuracy([p == g for p, g in zip(chosen, gold, strict=True)], groups).to_json()
     correct = [r["prediction"] == r["gold"] for r in records]
     clean = [i for i, r in enumerate(records) if not r["leaked"]]
+    of_clean = [correct[i] for i in clean], groups and [groups[i] for i in clean]
     counts = stats.confusion(gold, [r["prediction"] for r in records], task.labels)
     return {
         "task": task.name,
@@ -55,21 +54,14 @@ def summarise_task(
         "confusion": counts,
         "groups": _group_accuracies(correct, groups or []),
         "leaked": len(records) - len(clean),
-        "clean": _accuracy([correct[i] for i in clean], groups and [groups[i] for i in clean]),
+        "clean": stats.accuracy(*of_clean).to_json() if clean else {"accuracy": None, "n": 0},
         "rows_shortened": sum(r["dropped"] > 0 or r["cut"] > 0 for r in records),
         "rows_cut": sum(r["cut"] > 0 for r in records),
         "worst": _worst_mistakes(task, data, records, settings.score),
     }
 
 
-def _accuracy(correct: list[bool], groups: list[str] | None) -> dict[str, Any]:
-    if not correct:
-        return {"accuracy": None, "n": 0}
-    accuracy = asdict(stats.accuracy(correct, groups))
-    return {"accuracy": accuracy.pop("value"), **accuracy}
-
-
-def _group_accuracies(correct: Sequence[bool], groups: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _group_accuracies(correct: Sequence[bool], groups: Sequence[str]) -> dict[str, dict[str, float]]:
     accuracies = {}
     for group in sorted(set(groups)):
         outcomes = [c for c, g in zip(correct, groups, strict=True) if g == group]

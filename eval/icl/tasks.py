@@ -22,7 +22,7 @@ from emo.common.config.recipe import Section, load_section
 from emo.common.errors import UserError, nearest
 from emo.common.provenance import shipped
 
-from ..results.directory import MODEL, SAMPLES
+from ..results.directory import MODEL, SAMPLES, TaskResult
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
@@ -73,7 +73,7 @@ class Shots(Section):
     by: Literal["retrieval", "group"] = "retrieval"  # group: the first rows of the same group
 
 
-class Prompt(Section):
+class PromptVersion(Section):
     """A prompt version. {name} stands for an input, and {label} for the label's words."""
 
     text: str  # the query with a label, also used for demonstrations unless `demonstration` is set
@@ -98,7 +98,7 @@ class TaskSpec(Section):
     label: Label
     shots: Shots = Shots()
     metric: Literal["accuracy"] = "accuracy"
-    prompts: dict[str, Prompt] = Field(min_length=1)
+    prompts: dict[str, PromptVersion] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> TaskSpec:
@@ -118,7 +118,7 @@ class TaskSpec(Section):
             self._check_labels(f"prompts.{version}", prompt)
         return self
 
-    def _check_slots(self, where: str, prompt: Prompt) -> None:
+    def _check_slots(self, where: str, prompt: PromptVersion) -> None:
         for part in ("text", "before", "demonstration", "channel"):
             template = getattr(prompt, part)
             if template is None:
@@ -132,7 +132,7 @@ class TaskSpec(Section):
         if prompt.channel is not None and not SLOT.search(prompt.channel.rsplit(LABEL_SLOT, 1)[-1]):
             raise ValueError(f"{where}.channel must contain an input after the last {LABEL_SLOT}")
 
-    def _check_labels(self, where: str, prompt: Prompt) -> None:
+    def _check_labels(self, where: str, prompt: PromptVersion) -> None:
         labels = list(self.label.names)
         words = Counter(prompt.words.get(label, label) for label in labels)
         if same := [text for text, count in words.items() if count > 1]:
@@ -157,7 +157,7 @@ class Task:
     version: str
 
     @property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> PromptVersion:
         return self.spec.prompts[self.version]
 
     @property
@@ -205,7 +205,7 @@ class Task:
                 where = f"task {self.name}, test row {row[ROW]}"
                 raise UserError(f"{where}: the text after the label is empty in `channel`", code="channel")
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the parts of the task that affect scores, besides data and retriever."""
         return {
             "prompt": self.prompt.model_dump(),
@@ -229,7 +229,7 @@ class ForeignTask(ABC):
         """Return the task as its program needs it. Raises UserError if the task or its data is at fault."""
 
     @abstractmethod
-    def evaluate(self, job: Any) -> dict[str, Any]:
+    def evaluate(self, job: Any) -> TaskResult:
         """Return the result of the model of a `Job`, computed unless it is known, and write its view."""
 
 

@@ -28,7 +28,7 @@ from ..generation.engines import TextJob, Transformers
 from ..models.model import EvaluatedModel
 from ..results import store
 from ..results.directory import MODELS, Record, Say
-from ..results.rows import FileRow, evenly_spaced, find_file, load_from_hub, read_rows
+from ..results.rows import FileRow, evenly_spaced, find_file, load_from_hub, read_json_rows
 
 FEW = 3  # ids that an error lists
 # Name -> files under --data, of which the first that exists is used.
@@ -119,7 +119,7 @@ def read_questions(source: str, data: str, limit: int | None = None) -> tuple[st
         raise UserError(
             f"--questions {source} is neither a file nor one of {', '.join(SETS)}", code="option-value"
         )
-    questions = [question_of(row, *INSTRUCTION, dataset=name) for row in read_rows(path)]
+    questions = [question_of(row, *INSTRUCTION, dataset=name) for row in read_json_rows(path)]
     if empty := [i for i, question in enumerate(questions, start=1) if not question.instruction.strip()]:
         raise UserError(f"{path} row {empty[0]}: the instruction is empty", code="question")
     ids = [q.id for q in questions if q.id]
@@ -197,11 +197,6 @@ class Exchanged(NamedTuple):
         return {"role": "assistant", "content": content.lstrip() if tag else content, **thought}
 
 
-def question_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
-    """Return the token ids of a question up to the beginning of the answer, as in training."""
-    return conversation_ids(model, template, [], question)
-
-
 def conversation_ids(
     model: EvaluatedModel, template: str, history: Sequence[Exchanged], question: Question, system: str = ""
 ) -> list[int]:
@@ -262,13 +257,13 @@ class Answering(TextJob):
         suffix = f"-s{seed}" if seed and not engine.decoding.greedy else ""
         folder = f"{name}-{engine.decoding.name}{suffix}"
         self.directory = out / MODELS / self.model.name / "answers" / folder
-        self.prompts = [question_ids(self.model, question, template) for question in questions]
+        self.prompts = [conversation_ids(self.model, template, [], question) for question in questions]
 
     def run(self, say: Say) -> None:
         """Generate or read all answers, write them, and report how many are empty or cut off."""
         model = self.model
         settings = {"tokens": self.tokens, "seed": self.seed, **self.engine.identity}
-        identity = {"answers": VERSION, "prompts": store.digest(self.prompts), "context": self.context}
+        identity = {"answers": VERSION, "prompts": store.digest_json(self.prompts), "context": self.context}
         records = self.complete(identity | settings, len(self.prompts), f"{model.name} {self.name}")
         rows = []
         for question, record in zip(self.questions, records, strict=True):
@@ -297,7 +292,7 @@ class Answering(TextJob):
         return {"text": "", "ended": False, "tokens": 0, "fits": bool(requests)}, requests
 
 
-class Answer(NamedTuple):
+class ModelAnswer(NamedTuple):
     """ended: False if the answer was cut off at the token limit or had no room in the context."""
 
     question: Question
@@ -310,13 +305,13 @@ class Answers(NamedTuple):
 
     path: Path
     generator: str
-    rows: list[Answer]
+    rows: list[ModelAnswer]
 
 
 def read_answers(path: Path) -> Answers:
     """Return answers in AlpacaEval's format from a file, or from a directory that `answer` wrote."""
     file = path / OUTPUTS if path.is_dir() else path
-    rows = read_rows(file)
+    rows = read_json_rows(file)
     generators = {row["generator"] for row in rows if isinstance(row.get("generator"), str)} - {""}
     if len(generators) > 1:
         models = shorten(sorted(generators))
@@ -324,7 +319,8 @@ def read_answers(path: Path) -> Answers:
             f"{file} has answers of several models: {models}. Use one file per model.", code="mixed-answers"
         )
     answers = [
-        Answer(question_of(row, "instruction"), answer_of(row), row.get("ended") is not False) for row in rows
+        ModelAnswer(question_of(row, "instruction"), answer_of(row), row.get("ended") is not False)
+        for row in rows
     ]
     ids = [answer.question.id for answer in answers]
     require_unique(ids if all(ids) else [], f"{file}: ids occur")

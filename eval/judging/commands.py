@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from emo.common.text import counted
 from ..generation.commands import OUT, add_dtype, add_model
 from ..generation.decoding import Decoding
 from ..generation.engines import ENGINES, make_engine
+from ..results.directory import Say
 from ..results.rows import evenly_spaced
 from .answers import SETS, add_template, read_questions, require_unique
 from .judges import JUDGES, Judge
@@ -21,12 +21,19 @@ from .pairs import Judged, Pairs, pair_answers, read_labelled, read_verdicts
 
 TOKENS = 1024  # of an answer
 
-Say = Callable[[str], None]
-
 
 def add_arguments(subparsers: Any) -> None:
     """Add the commands `answer` and `judge` with their arguments."""
-    answer = subparsers.add_parser(
+    for command in (_add_answer(subparsers), _add_judge(subparsers)):
+        text = f"generates the text: {', '.join(ENGINES)} (transformers)"
+        command.add_argument("--engine", default="transformers", help=text)
+        text = "texts per batch (64); vLLM ignores it"
+        command.add_argument("--batch_size", type=int, default=64, help=text)
+        add_dtype(command.add_argument)
+
+
+def _add_answer(subparsers: Any) -> argparse.ArgumentParser:
+    answer: argparse.ArgumentParser = subparsers.add_parser(
         "answer",
         description="Answer instructions with a model, and write the answers in AlpacaEval's format to "
         "OUTPUT_PATH/models/NAME/answers/.",
@@ -42,8 +49,11 @@ def add_arguments(subparsers: Any) -> None:
     add("--temperature", type=float, help="sample with this temperature (always the most likely token)")
     add("--top_p", type=float, default=1.0, help="sample from the most likely tokens that reach p (1)")
     add("--seed", type=int, default=0, help="seed of sampled answers (0)")
+    return answer
 
-    judge = subparsers.add_parser(
+
+def _add_judge(subparsers: Any) -> argparse.ArgumentParser:
+    judge: argparse.ArgumentParser = subparsers.add_parser(
         "judge",
         description="Compare two models' answers with a judge model. The win rate is that of B, and A is the "
         "baseline. `emo report OUTPUT_PATH` shows it. To use a judge behind an API, write the prompts with "
@@ -58,19 +68,11 @@ def add_arguments(subparsers: Any) -> None:
     )
     add = judge.add_argument
     add("--judge", required=True, help=f"prompts and format of the replies: {', '.join(JUDGES)}")
-    add(
-        "--a",
-        type=Path,
-        metavar="ANSWERS",
-        help="the baseline's answers: a file, or a directory that answer wrote",
-    )
+    text = "the baseline's answers: a file, or a directory that answer wrote"
+    add("--a", type=Path, metavar="ANSWERS", help=text)
     add("--b", type=Path, metavar="ANSWERS", help="the other model's answers to the same questions")
-    add(
-        "--labelled",
-        type=Path,
-        metavar="FILE",
-        help="judge PandaLM's or Auto-J's human-labelled pairs instead of --a and --b",
-    )
+    text = "judge PandaLM's or Auto-J's human-labelled pairs instead of --a and --b"
+    add("--labelled", type=Path, metavar="FILE", help=text)
     add("--limit", type=int, metavar="N", help="use only N evenly spaced pairs (all)")
     source = judge.add_mutually_exclusive_group()
     source.add_argument("--model", help="the judge's weights: a directory or hub id (the judge's own)")
@@ -86,19 +88,8 @@ def add_arguments(subparsers: Any) -> None:
     add("--include_cut_off", action="store_true", help=text)
     add("--max_new_tokens", type=int, help="longest reply in tokens (the judge's own)")
     add("--name", help="name of the judgement (B-vs-A-QUESTIONS-JUDGE)")
-    judge.add_argument(
-        "--output_path", type=Path, default=OUT, metavar="DIR", help=f"results directory ({OUT})"
-    )
-
-    for command in (answer, judge):
-        command.add_argument(
-            "--engine",
-            default="transformers",
-            help=f"generates the text: {', '.join(ENGINES)} (transformers)",
-        )
-        text = "texts per batch (64); vLLM ignores it"
-        command.add_argument("--batch_size", type=int, default=64, help=text)
-        add_dtype(command.add_argument)
+    add("--output_path", type=Path, default=OUT, metavar="DIR", help=f"results directory ({OUT})")
+    return judge
 
 
 def run(args: argparse.Namespace, say: Say) -> int:
@@ -209,8 +200,8 @@ def _judge_with_model(
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
     from ..models.model import clean_name
-    from ..results.store import describe_replacement, read_json
-    from .results import JUDGEMENTS, default_title, describe, undecided, write
+    from ..results.store import describe_replacement, read_json_or_none
+    from .results import JUDGEMENTS, default_title, describe_judgement, undecided, write_judgement
 
     titles = [default_title(judgement) for judgement in judgements]
     if args.name:
@@ -220,12 +211,12 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
     without_verdict = []
     for judged, title in zip(judgements, titles, strict=True):
         path = args.output_path / JUDGEMENTS / f"{title}.json"
-        before = read_json(path)
-        numbers = write(judged, title, args.output_path)
+        before = read_json_or_none(path)
+        numbers = write_judgement(judged, title, args.output_path)
         facts = before.get("facts") if isinstance(before, dict) else None
         if change := describe_replacement(facts, numbers["facts"]):
             say(f"{title} {change}")
-        for line in describe(numbers):
+        for line in describe_judgement(numbers):
             say(line)
         if (reason := undecided(numbers)) and not numbers["decided"]:
             without_verdict.append(f"{title}: {reason}")

@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
@@ -25,7 +24,7 @@ from ..generation.decoding import Beams, Request
 from ..generation.engines import Reply, TextJob, Transformers
 from ..results import store
 from ..results.directory import Record
-from ..results.rows import FileRow, read_rows
+from ..results.rows import FileRow, read_json_rows
 from .answers import chat_ids, require_unique, shorten
 from .judges import Judge, messages
 from .pairs import EXCHANGED, Judged, Pair, Pairs, judged_row
@@ -40,7 +39,7 @@ SNAPSHOT = re.compile(r"-(\d{4}|\d{6}|\d{8}|\d{4}-\d{2}-\d{2})(-preview)?")
 
 
 def judge_pairs(
-    judge: Judge, by: str, pairs: Pairs, replies: Sequence[Record], facts: dict[str, Any]
+    judge: Judge, by: str, pairs: Pairs, replies: Sequence[Record], facts: Mapping[str, object]
 ) -> Judged:
     """Return the verdicts on pairs from the replies to their prompts.
 
@@ -89,7 +88,7 @@ class Judging(TextJob):
         pairs = self.pairs.rows
         if all(pair.a == pair.b for pair in pairs):  # a model compared with itself needs no weights
             return [self.record(self.prepare(row)[0], []) for row in range(len(pairs))]
-        chat = None if self.template is None else store.digest(self.template)
+        chat = None if self.template is None else store.digest_json(self.template)
         identity = {"judging": VERSION, "judge": self.judge.name, "pairs": self.pairs.digest, "chat": chat}
         identity |= {"tokens": self.tokens, "context": self.context} | self.engine.identity
         label = f"{self.judge.name}: {self.pairs.b} against {self.pairs.a}"
@@ -181,7 +180,7 @@ def write_prompts(
 
 def _prompt_ids(judge: Judge, pairs: Pairs) -> list[list[str]]:
     """Return the ids of each pair's prompts, A's answer first, then B's. Identical answers have none."""
-    digest = store.digest([judge.name, pairs.digest])[:12]
+    digest = store.digest_json([judge.name, pairs.digest])[:12]
     orders = [("ab", "ba") if pair.a != pair.b else () for pair in pairs.rows]
     return [[f"{digest}-{row}-{order}" for order in part] for row, part in enumerate(orders)]
 
@@ -201,7 +200,7 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path, asked: str | None) -> t
     """
     ids_by_pair = _prompt_ids(judge, pairs)
     expected = dict.fromkeys(name for names in ids_by_pair for name in names)
-    rows = read_rows(file) if expected else []  # there are no prompts if all pairs have identical answers
+    rows = read_json_rows(file) if expected else []  # no prompts if all pairs have identical answers
     ids = [str(row.get("custom_id", row.get("id"))) for row in rows]
     require_unique(ids, f"{file}: replies occur")
     foreign = [name for name in ids if name not in expected]
@@ -273,7 +272,7 @@ def _parse_reply(row: FileRow) -> Record:
     return reply | _model_of(body, row.source)
 
 
-def _model_of(fields: dict[str, Any], source: str) -> Record:
+def _model_of(fields: Mapping[str, object], source: str) -> Record:
     """Return {"model": NAME}, or {} if no model is named."""
     name = fields.get("model")
     if not isinstance(name, str | None):

@@ -16,10 +16,10 @@ from emo.common.errors import UserError
 
 from ..results import store
 from ..results.directory import Record, Say
-from ..results.rows import FileRow, read_rows
+from ..results.rows import FileRow, read_json_rows
 from .answers import (
-    Answer,
     Answers,
+    ModelAnswer,
     Question,
     answer_of,
     id_of,
@@ -59,7 +59,8 @@ class Pairs(NamedTuple):
     @property
     def digest(self) -> str:
         """The identity of everything that a judge sees, and of the keys of the pairs."""
-        return store.digest([[p.key, p.question.instruction, p.question.input, p.a, p.b] for p in self.rows])
+        rows = [[p.key, p.question.instruction, p.question.input, p.a, p.b] for p in self.rows]
+        return store.digest_json(rows)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Judged:
     b: str
     orders: int
     rows: list[Record]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     questions: str = ""
 
 
@@ -141,7 +142,7 @@ def _model_names(first: Answers, second: Answers) -> tuple[str, str]:
     return f"{first.generator} {a}", f"{second.generator} {b}"
 
 
-def _keyed(rows: Sequence[Answer], by_id: bool) -> dict[str, Answer]:
+def _keyed(rows: Sequence[ModelAnswer], by_id: bool) -> dict[str, ModelAnswer]:
     """Return answers by id, or by the text of the question. A repeated text gets a numbered key."""
     counts = Counter[str]()
     table = {}
@@ -173,7 +174,7 @@ EXCHANGED: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", N
 
 def read_labelled(path: Path) -> Pairs:
     """Return the pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
-    rows = read_rows(path)
+    rows = read_json_rows(path)
     pairs = []
     of_pandalm = "annotator1" in rows[0]
     names = ["annotator1", "annotator2", "annotator3"] if of_pandalm else ["label"]
@@ -201,7 +202,7 @@ def read_verdicts(files: Sequence[Path], labels: Path | None, judge: str) -> lis
     judge.
     """
     require_unique([str(file.resolve()) for file in files], "--from lists files")
-    tables = {file: read_rows(file) for file in files}
+    tables = {file: read_json_rows(file) for file in files}
     fields = tables[files[0]][0]
     if "preference" in fields:
         return _alpaca_eval(tables, judge)

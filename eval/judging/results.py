@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from .pairs import Judged
 JUDGEMENTS = "judgements"
 VERSION = 4
 IN_REPORT = 5  # pairs
-SHARES = ("win", "tie", "loss")
 LABELS = ("a", "b", "tie")
 VERDICTS = (*LABELS, "unreadable")
 # Counts -> what is reported about them.
@@ -51,6 +50,49 @@ REMARKS = {
     "empty_a": "answers of A are empty",
     "empty_b": "answers of B are empty",
 }
+
+
+class Agreement(TypedDict):
+    """The agreement of verdicts with human labels. kappa: of readable verdicts, with changed ones as ties."""
+
+    rows: int
+    raters: int
+    no_majority: int
+    agreement: dict[str, float]  # a verdict that is unreadable or changes with the order is wrong (Auto-J)
+    unreadable_as_ties: float  # the same with unreadable verdicts as ties, as in PandaLM
+    kappa: float | None
+    kappa_of_people: float | None
+    labels: list[str]
+    confusion: list[list[int]]
+
+
+class JudgementNumbers(TypedDict):
+    """All numbers of a judgement. Shares and win rate are null if no verdict is readable."""
+
+    version: int
+    name: str
+    judge: str
+    by: str
+    a: str
+    b: str
+    questions: str
+    orders: int
+    facts: Mapping[str, Any]
+    pairs: int
+    read: int
+    counts: dict[str, int]
+    win: dict[str, float] | None
+    tie: dict[str, float] | None
+    loss: dict[str, float] | None
+    win_rate: dict[str, float] | None
+    length_controlled: float | None
+    lengths: dict[str, float]
+    consistency: float | None  # share of pairs whose verdict is the same in both orders
+    decided: int
+    human: Agreement | None
+    shown: list[Record]
+    rows_digest: NotRequired[str]  # of the file of pairs
+
 
 DRAWS = 5_000  # random signs in total
 BATCH = 500  # random signs at a time
@@ -153,21 +195,16 @@ def length_controlled(
     return float(1 / (1 + np.exp(-model.coef_[0, 1])))
 
 
-def summarise_judgement(judged: Judged, name: str) -> dict[str, Any]:
-    """Return all numbers of a judgement. Shares and win rate are null if no verdict is readable."""
+def summarise_judgement(judged: Judged, name: str) -> JudgementNumbers:
+    """Return all numbers of a judgement."""
     rows = judged.rows
     read = [row for row in rows if row["score"] is not None]
     compared = [row for row in rows if row["unasked"] is None]
     scores = [row["score"] for row in read]
     questions = [row["question"] for row in read]
-    shares: dict[str, Any] = dict.fromkeys((*SHARES, "win_rate"))
-    if read:
-        columns = [[s > 0.5 for s in scores], [s == 0.5 for s in scores], [s < 0.5 for s in scores], scores]
-        shares = {key: _share(column, questions) for key, column in zip(shares, columns, strict=True)}
+    columns = [[s > 0.5 for s in scores], [s == 0.5 for s in scores], [s < 0.5 for s in scores], scores]
+    win, tie, loss, rate = (_share(column, questions) if read else None for column in columns)
     decided = sum(row["outcome"] in LABELS for row in compared)  # the same in both orders
-    consistency = None  # share of pairs whose verdict is the same in both orders
-    if judged.orders == 2 and compared:
-        consistency = decided / len(compared)
     outcomes, unasked = (Counter(row[key] for row in rows) for key in ("outcome", "unasked"))
     counts = {key: outcomes[key] for key in ("a", "b", "tie", "changed")} | {
         "unreadable": outcomes["unreadable"] - unasked[NO_ROOM],
@@ -182,12 +219,25 @@ def summarise_judgement(judged: Judged, name: str) -> dict[str, Any]:
         "replies_cut_off": sum(r.get("ended") is False for row in rows for r in row["replies"]),
     }
     return {
-        **{key: value for key, value in vars(judged).items() if key != "rows"},
-        **{"version": VERSION, "name": name, "pairs": len(rows), "read": len(read), "counts": counts},
-        **shares,
+        "version": VERSION,
+        "name": name,
+        "judge": judged.judge,
+        "by": judged.by,
+        "a": judged.a,
+        "b": judged.b,
+        "questions": judged.questions,
+        "orders": judged.orders,
+        "facts": judged.facts,
+        "pairs": len(rows),
+        "read": len(read),
+        "counts": counts,
+        "win": win,
+        "tie": tie,
+        "loss": loss,
+        "win_rate": rate,
         "length_controlled": length_controlled(scores, *([len(row[x]) for row in read] for x in "ab")),
         "lengths": {x: float(np.mean([len(row[x]) for row in rows])) for x in "ab"},
-        "consistency": consistency,
+        "consistency": decided / len(compared) if judged.orders == 2 and compared else None,
         "decided": decided if compared else len(read),
         "human": _human(rows) if rows[0]["human"] else None,
         "shown": evenly_spaced(rows, IN_REPORT),
@@ -200,13 +250,7 @@ def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float
     return {"value": value, **asdict(interval)}
 
 
-def _human(rows: list[Record]) -> dict[str, Any]:
-    """Return the agreement of the verdicts with human labels.
-
-    agreement: a verdict that is unreadable or changes with the order is wrong, as in Auto-J.
-    unreadable_as_ties: the same with unreadable verdicts as ties, as in PandaLM. kappa: of readable verdicts,
-    with changed ones as ties.
-    """
+def _human(rows: list[Record]) -> Agreement:
     people = [row["human"] for row in rows]
     outcomes = [row["outcome"] for row in rows]
     gold = [majority_label(labels) for labels in people]
@@ -227,7 +271,7 @@ def _human(rows: list[Record]) -> dict[str, Any]:
     }
 
 
-def describe(numbers: dict[str, Any]) -> Iterator[str]:
+def describe_judgement(numbers: JudgementNumbers) -> Iterator[str]:
     """Yield the numbers of `summarise_judgement` as sentences, the most important first."""
 
     def percent(share: dict[str, float], digits: int = 1) -> str:
@@ -237,13 +281,14 @@ def describe(numbers: dict[str, Any]) -> Iterator[str]:
     if reason := undecided(numbers):
         yield f"{parties}: no verdict: {reason}"
         parties = "  their scores"
-    if numbers["read"]:
-        yield f"{parties}: " + ", ".join(f"{name} {percent(numbers[name])}" for name in SHARES)
+    if rate := numbers["win_rate"]:
+        shares = {"win": numbers["win"], "tie": numbers["tie"], "loss": numbers["loss"]}
+        yield f"{parties}: {', '.join(f'{name} {percent(share)}' for name, share in shares.items() if share)}"
         lengths = numbers["lengths"]
         controlled = numbers["length_controlled"]
         at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
         yield (
-            f"  win rate {percent(numbers['win_rate'], 2)} on {numbers['read']} of {numbers['pairs']} "
+            f"  win rate {percent(rate, 2)} on {numbers['read']} of {numbers['pairs']} "
             f"pairs{at_equal}; characters {lengths['b']:.0f} against {lengths['a']:.0f}"
         )
     yield from (f"  {numbers['counts'][name]} {text}" for name, text in remarks(numbers))
@@ -253,11 +298,12 @@ def describe(numbers: dict[str, Any]) -> Iterator[str]:
         text = f"  agreement with {human['raters']} human labels a pair: {percent(human['agreement'])}"
         if human["unreadable_as_ties"] != human["agreement"]["value"]:
             text += f"; with unreadable verdicts as ties {100 * human['unreadable_as_ties']:.1f}"
-        names = {"kappa": "Cohen's kappa", "kappa_of_people": "Fleiss' kappa of the human labels"}
-        yield text + "".join(f"; {name} {human[k]:.3f}" for k, name in names.items() if human[k] is not None)
+        text += "" if human["kappa"] is None else f"; Cohen's kappa {human['kappa']:.3f}"
+        people = human["kappa_of_people"]
+        yield text + ("" if people is None else f"; Fleiss' kappa of the human labels {people:.3f}")
 
 
-def undecided(numbers: dict[str, Any]) -> str:
+def undecided(numbers: JudgementNumbers) -> str:
     """Return why the verdicts cannot decide which answers are better, or "".
 
     They cannot if at most half of them are readable, or if more than half of the readable ones depend on the
@@ -275,7 +321,7 @@ def undecided(numbers: dict[str, Any]) -> str:
     return ""
 
 
-def remarks(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+def remarks(numbers: JudgementNumbers) -> list[tuple[str, str]]:
     """Return the names and texts of the counts that are not zero."""
     return [(name, text) for name, text in REMARKS.items() if numbers["counts"][name]]
 
@@ -287,10 +333,11 @@ def default_title(judged: Judged) -> str:
     return clean_name(f"{judged.b}-vs-{judged.a}{questions}-{by}")
 
 
-def write(judged: Judged, name: str, out: Path) -> dict[str, Any]:
+def write_judgement(judged: Judged, name: str, out: Path) -> JudgementNumbers:
     """Write both files of a judgement, and return its numbers."""
     text = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in judged.rows)
-    numbers = summarise_judgement(judged, name) | {"rows_digest": store.digest(text)}
+    numbers = summarise_judgement(judged, name)
+    numbers["rows_digest"] = store.digest_json(text)
     store.replace(out / JUDGEMENTS / f"{name}.jsonl", text)
     store.replace(out / JUDGEMENTS / f"{name}.json", store.dump(numbers))
     return numbers
@@ -300,7 +347,7 @@ def write(judged: Judged, name: str, out: Path) -> dict[str, Any]:
 class Judgement:
     """A judgement from a file: its numbers, and the path of its pairs."""
 
-    numbers: dict[str, Any]
+    numbers: JudgementNumbers
     path: Path
 
     @cached_property
@@ -308,7 +355,7 @@ class Judgement:
         """Key of each pair -> its question and B's score, for readable verdicts."""
         file = self.path.with_suffix(".jsonl")
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-        if store.digest(text) != self.numbers["rows_digest"]:
+        if store.digest_json(text) != self.numbers["rows_digest"]:
             raise UserError(f"{file} was changed. Judge again.", code="incomplete-results")
         rows = [json.loads(line) for line in text.split("\n") if line]
         return {row["id"]: (row["question"], row["score"]) for row in rows if row["score"] is not None}
@@ -318,8 +365,9 @@ def read_judgements(outs: Sequence[Path], say: Say) -> list[Judgement]:
     """Return all judgements under some results directories. say: receives a line per skipped file."""
     judgements = []
     for path in (path for out in outs for path in sorted((out / JUDGEMENTS).glob("*.json"))):
-        value = store.read_json(path)
-        if isinstance(value, dict) and value.get("version") == VERSION:
+        value: Any = store.read_json_or_none(path)
+        valid = isinstance(value, dict) and value.get("version") == VERSION
+        if valid:
             judgements.append(Judgement(value, path))
         else:
             say(f"skipped {path}: damaged, or a judgement of another version. Judge again.")

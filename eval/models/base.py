@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..results.directory import Description
+from ..results.directory import Description, Say
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 BUDGET = 8192  # tokens per batch by default
 
 Advance = Callable[[int], Any]  # receives the number of items that were just finished
-Say = Callable[[str], None]  # receives lines for the user
 
 
 class NotFiniteError(ValueError):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from emo.common.cli.commands import announce
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
+from emo.common.io.hub import hub_directory
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import (
     ADAPTER,
@@ -27,7 +28,6 @@ from emo.common.io.weights import (
     Loaded,
     base_of_adapter,
     context_length,
-    explain_hub_error,
     files_with_base,
     has_only_adapter,
     load_causal_lm,
@@ -137,7 +137,7 @@ class EvaluatedModel(LanguageModel):
             return content
 
         files = store.digest_files(self.path, self._tokenizer_files())
-        return store.cached_digest("tokenizers", store.digest([TOKENIZER_VERSION, files]), compute)
+        return store.cached_digest("tokenizers", store.digest_json([TOKENIZER_VERSION, files]), compute)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, never truncated."""
@@ -341,7 +341,8 @@ def tokenizer_content(tokenizer: Any) -> str:
     order = [pieces[i * step % len(pieces)] for i in range(len(pieces))]
     texts += ["".join(order[i : i + PIECES_PER_TEXT]) for i in range(0, len(order), PIECES_PER_TEXT)]
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
-    return store.digest([vocabulary, sorted(tokenizer.all_special_ids), special, tokenizer(texts).input_ids])
+    ids = tokenizer(texts).input_ids
+    return store.digest_json([vocabulary, sorted(tokenizer.all_special_ids), special, ids])
 
 
 def hub_snapshot(name: str, revision: str | None = None) -> Path:
@@ -350,14 +351,9 @@ def hub_snapshot(name: str, revision: str | None = None) -> Path:
         return Path(name)
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise UserError(f"model directory {name} does not exist", code="no-model")
-    from huggingface_hub import snapshot_download
-
-    try:
-        with show_activity(f"{name}: downloading"):
-            skipped = ["*.msgpack", "*.h5", "*.onnx", "*.gguf"]
-            return Path(snapshot_download(name, revision=revision, ignore_patterns=skipped))
-    except Exception as error:  # the hub raises many kinds of errors
-        raise UserError(explain_hub_error(name, error), code="hub") from None
+    skipped = ["*.msgpack", "*.h5", "*.onnx", "*.gguf"]
+    with show_activity(f"{name}: downloading"):
+        return hub_directory(name, revision, "", code="hub", ignore_patterns=skipped)
 
 
 def with_base(directory: Path) -> Path:
@@ -366,7 +362,7 @@ def with_base(directory: Path) -> Path:
         return directory
     name, revision = base_of_adapter(directory)
     base = hub_snapshot(name, revision)
-    key = store.digest([str(directory.resolve()), str(base.resolve())])
+    key = store.digest_json([str(directory.resolve()), str(base.resolve())])
     target = store.cache_directory() / "adapters" / key
     files = files_with_base(directory, base)
     target.mkdir(parents=True, exist_ok=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import counted, on_one_line
 
 from ..icl.tasks import PAPER_ORDER
 from ..results import stats
-from ..results.directory import Lost, Model
+from ..results.directory import Lost, Model, TaskResult
 
 ALPHA = 0.05
 # Conditions that are digests, with a description. Other conditions are shown with their values.
@@ -25,17 +27,43 @@ DIGESTS = {
 
 
 @dataclass(frozen=True)
+class TaskDifference(stats.Paired):
+    """The accuracies of two models on a task. direction: +1 or -1 if b is better or worse, else 0."""
+
+    p_holm: float
+    direction: int
+
+
+@dataclass(frozen=True)
+class MeanOfDifferences(stats.MeanDifference):
+    """The mean of `TaskDifference` over tasks."""
+
+    direction: int
+
+
+@dataclass(frozen=True)
+class MeasureDifference:
+    """Two models on a task without accuracy. difference: measure of b minus measure of a."""
+
+    difference: float
+    interval: stats.Interval
+    p: float
+    p_holm: float
+    direction: int  # as in TaskDifference
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A model compared with its baseline, by task and on average."""
 
     model: str
     baseline: str
-    tasks: dict[str, dict[str, Any]]  # task -> stats.Paired, p_holm, direction
+    tasks: dict[str, TaskDifference]
     refused: dict[str, str]  # task -> why it cannot be compared
-    mean: dict[str, Any] | None  # stats.MeanDifference and direction, over `tasks`
+    mean: MeanOfDifferences | None  # over `tasks`
     lost: dict[str, str]  # task -> how many prompts lost demonstrations or text to the context
     uneven: dict[str, str]  # the entries of `lost` in which rows lost more for one of the models
-    measures: dict[str, dict[str, Any]]  # task without accuracy -> difference, interval, p, p_holm, direction
+    measures: dict[str, MeasureDifference]
 
     @property
     def warning(self) -> str:
@@ -82,13 +110,12 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
     mean = None
     if counts:
         overall = stats.mean_difference(list(counts.values()))
-        mean = asdict(overall) | {
-            "direction": _direction(overall.difference, overall.interval, overall.p, alpha)
-        }
+        direction = _direction(overall.difference, overall.interval, overall.p, alpha)
+        mean = MeanOfDifferences(overall.difference, overall.interval, overall.p, direction)
     return Comparison(b.name, a.name, described, refused, mean, lost, uneven, measures)
 
 
-def _require_same_rows(a: Model, b: Model, task: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+def _require_same_rows(a: Model, b: Model, task: str, first: TaskResult, second: TaskResult) -> None:
     """Raise UserError if the models' results on a task cannot be compared."""
     if reason := find_differences(first, second):
         raise UserError(reason, code="not-comparable")
@@ -96,7 +123,7 @@ def _require_same_rows(a: Model, b: Model, task: str, first: dict[str, Any], sec
         raise UserError("their records have different rows", code="not-comparable")
 
 
-def _count_pairs(a: Model, b: Model, task: str) -> Any:
+def _count_pairs(a: Model, b: Model, task: str) -> np.ndarray:
     """Return `stats.count_pairs` of a task."""
     first = a.records(task)
     groups = [group for *_, group in first.rows] if a.results[task]["groups"] else None
@@ -113,13 +140,13 @@ def _difference_of_measures(a: Model, b: Model, task: str) -> tuple[stats.Estima
     for model in (a, b):
         records = model.read_records(task)
         values, weights = ([r[name] for r in records] for name in ("value", "weight"))
-        estimates.append(stats.measure(values, weights, about["scale"]))
-    return estimates[1] - estimates[0], about["higher_is_better"]
+        estimates.append(stats.estimate_measure(values, weights, about["scale"]))
+    return estimates[1] - estimates[0], bool(about["higher_is_better"])
 
 
 def _describe_tasks(
-    counts: dict[str, Any], estimates: dict[str, tuple[stats.Estimate, bool]], alpha: float
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    counts: dict[str, np.ndarray], estimates: dict[str, tuple[stats.Estimate, bool]], alpha: float
+) -> tuple[dict[str, TaskDifference], dict[str, MeasureDifference]]:
     """Return the comparisons by task, of accuracies and of measures, with Holm's correction over both."""
     paired = {task: stats.compare_paired(count) for task, count in counts.items()}
     p_values = [p.p_mcnemar for p in paired.values()]
@@ -129,19 +156,13 @@ def _describe_tasks(
         value = estimate.value
         interval = estimate.interval() or stats.Interval(-math.inf, math.inf)
         direction = _direction(value, interval, p_holm, alpha) * (1 if higher else -1)
-        facts = {
-            "interval": asdict(interval),
-            "p": estimate.p_value(),
-            "p_holm": p_holm,
-            "direction": direction,
-        }
-        measures[task] = {"difference": value, **facts}
+        measures[task] = MeasureDifference(value, interval, estimate.p_value(), p_holm, direction)
     described = {}
     for (task, p), p_holm in zip(paired.items(), adjusted[: len(paired)], strict=True):
         direction = _direction(p.difference, p.interval, p_holm, alpha)
         if (p.only_b - p.only_a) * direction <= 0:  # rows and groups disagree
             direction = 0
-        described[task] = asdict(p) | {"p_holm": p_holm, "direction": direction}
+        described[task] = TaskDifference(**vars(p), p_holm=p_holm, direction=direction)
     return described, measures
 
 
@@ -161,7 +182,7 @@ def describe_lost(title: str, lost: dict[str, list[Lost]]) -> str:
     return f"{title}: prompts that lost demonstrations to the context: {', '.join(counts)}{uneven}"
 
 
-def find_differences(a: dict[str, Any], b: dict[str, Any]) -> str:
+def find_differences(a: TaskResult, b: TaskResult) -> str:
     """Return the conditions that prevent comparing two results of a task, or ""."""
     first, second = (result["conditions"]["compared"] for result in (a, b))
     versions = " and ".join(sorted({r["conditions"]["noted"]["prompt_version"] for r in (a, b)}))
@@ -277,26 +298,28 @@ def find_regression(
     comparison = require_comparison(a, b, only, alpha)
     mean = comparison.mean
     reasons = [
-        f"{task} {100 * c['difference']:+.1f} points (p = {c['p_holm']:.2g})"
+        f"{task} {100 * c.difference:+.1f} points (p = {c.p_holm:.2g})"
         for task, c in comparison.tasks.items()
-        if c["direction"] < 0
+        if c.direction < 0
     ]
-    for task, c in comparison.measures.items():
-        if c["direction"] < 0:
-            before, after = (m.measured[task]["measure"]["value"] for m in (a, b))
+    for task, m in comparison.measures.items():
+        if m.direction < 0:
+            before, after = (model.measured[task]["measure"]["value"] for model in (a, b))
             values = f"{a.measured[task]['score']} from {before:.4g} to {after:.4g}"
-            reasons.append(f"{task} {values} (p = {c['p_holm']:.2g})")
+            reasons.append(f"{task} {values} (p = {m.p_holm:.2g})")
     text = _format_difference(mean, " points ") if mean else "no accuracy"
-    if mean and mean["direction"] < 0:
-        reasons.append(f"mean {text} (p = {mean['p']:.2g})")
-    if mean and max_drop is not None and -100 * mean["difference"] > max_drop:
+    if mean and mean.direction < 0:
+        reasons.append(f"mean {text} (p = {mean.p:.2g})")
+    if mean and max_drop is not None and -100 * mean.difference > max_drop:
         reasons.append(f"mean {text}, more than {max_drop:g} allowed")
     verdict = "regression: " + "; ".join(reasons) if reasons else "no regression"
     expected = set(only)
-    for m in (a, b) if not only else ():
-        expected |= {*m.results, *m.measures, *m.unreadable}
+    for model in (a, b) if not only else ():
+        expected |= {*model.results, *model.measures, *model.unreadable}
     missing = [
-        f"{task} ({m.name})" for m in (a, b) for task in sort_tasks(expected - {*m.results, *m.measures})
+        f"{task} ({model.name})"
+        for model in (a, b)
+        for task in sort_tasks(expected - {*model.results, *model.measures})
     ]
     count = len(comparison.tasks) + len(comparison.measures)
     summary = f"{b.name} against {a.name} on {counted(count, 'task')}: {text}; {verdict}"
@@ -324,9 +347,9 @@ def _format_measures(a: Model, b: Model, comparison: Comparison) -> str:
     for task, c in comparison.measures.items():
         result = a.measured[task]
         values = [f"{m.measured[task]['measure']['value']:.4g}" for m in (a, b)]
-        interval = "[{low:+.4g}, {high:+.4g}]".format(**c["interval"])
-        tests = [f"{c['p']:.3g}", _starred(c["p_holm"], c)]
-        cells = [str(result["n"]), *values, f"{c['difference']:+.4g}", interval, *tests]
+        interval = f"[{c.interval.low:+.4g}, {c.interval.high:+.4g}]"
+        tests = [f"{c.p:.3g}", _starred(c.p_holm, c.direction)]
+        cells = [str(result["n"]), *values, f"{c.difference:+.4g}", interval, *tests]
         lines.append([on_one_line(result["title"]), result["score"], *cells])
     note = (
         "Student's test for paired rows, Holm over all tasks. Perplexities are compared by their logarithms."
@@ -334,7 +357,7 @@ def _format_measures(a: Model, b: Model, comparison: Comparison) -> str:
     return "\n".join([*_align(lines), note])
 
 
-def _format_accuracies(a: Model, b: Model, comparison: Comparison, mean: dict[str, Any]) -> str:
+def _format_accuracies(a: Model, b: Model, comparison: Comparison, mean: MeanOfDifferences) -> str:
     names = [on_one_line(m.name) for m in (a, b)]
     accuracies = []
     head = ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
@@ -342,10 +365,10 @@ def _format_accuracies(a: Model, b: Model, comparison: Comparison, mean: dict[st
     for task, c in comparison.tasks.items():
         result = a.results[task]
         accuracies.append([m.results[task]["accuracy"] for m in (a, b)])
-        counts = [str(c["only_a"]), str(c["only_b"]), f"{c['p_mcnemar']:.3g}", _starred(c["p_holm"], c)]
+        counts = [str(c.only_a), str(c.only_b), f"{c.p_mcnemar:.3g}", _starred(c.p_holm, c.direction)]
         lines.append([on_one_line(result["title"]), str(result["n"]), *_figures(accuracies[-1], c), *counts])
     means = [sum(column) / len(accuracies) for column in zip(*accuracies, strict=True)]
-    lines.append(["mean", "", *_figures(means, mean), "", "", _starred(mean["p"], mean), ""])
+    lines.append(["mean", "", *_figures(means, mean), "", "", _starred(mean.p, mean.direction), ""])
     text = _align(lines)
     rule = "-" * max(map(len, text))
     note = f"* differs: p < {ALPHA} and an interval without zero "
@@ -363,14 +386,14 @@ def _align(lines: list[list[str]]) -> list[str]:
     return text
 
 
-def _figures(accuracies: Sequence[float], entry: dict[str, Any]) -> list[str]:
+def _figures(accuracies: Sequence[float], entry: TaskDifference | MeanOfDifferences) -> list[str]:
     return [*(f"{100 * value:.1f}" for value in accuracies), *_format_difference(entry, "\t").split("\t")]
 
 
-def _starred(p: float, entry: dict[str, Any]) -> str:
-    return f"{p:.3g}{' *' * abs(entry['direction'])}"
+def _starred(p: float, direction: int) -> str:
+    return f"{p:.3g}{' *' * abs(direction)}"
 
 
-def _format_difference(entry: dict[str, Any], separator: str) -> str:
-    low, high = (100 * entry["interval"][end] for end in ("low", "high"))
-    return f"{100 * entry['difference']:+.1f}{separator}[{low:+.1f}, {high:+.1f}]"
+def _format_difference(entry: TaskDifference | MeanOfDifferences, separator: str) -> str:
+    low, high = 100 * entry.interval.low, 100 * entry.interval.high
+    return f"{100 * entry.difference:+.1f}{separator}[{low:+.1f}, {high:+.1f}]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from emo.pipeline.control.run_dir import CONFIG, METRICS, read_metrics
 
 from ..judging.results import JUDGEMENTS, read_judgements
 from ..results import stats
-from ..results.directory import MODELS, Model, find_model, only_answer, read_models
+from ..results.directory import MODELS, Model, TaskResult, find_model, only_answer, read_models
 from ..results.store import STORED_BYTES
-from .compare import Comparison, compare_models, sort_tasks
+from .compare import Comparison, MeanOfDifferences, TaskDifference, compare_models, sort_tasks
 from .families import choose_baselines, find_ancestors, group_families
 from .judged import compare_judgements
 
@@ -117,16 +118,16 @@ class Report:
         titles = {row["task"]: row["title"] for row in self.rows}
         return {task: titles[task] for task in self.tasks}
 
-    def harness_results(self) -> list[tuple[str, Model, dict[str, Any]]]:
+    def harness_results(self) -> list[tuple[str, Model, TaskResult]]:
         """Return task, model and result of lm-eval's tasks, task by task."""
         tasks = [*self.tasks, *self.measured]
         found = [(task, m, m.all_results.get(task)) for task in tasks for m in self.models]
         return [(task, model, result) for task, model, result in found if result and "metrics" in result]
 
-    def against_first(self, model: Model) -> tuple[str, Comparison] | None:
-        """Return the first baseline of a model, and the comparison with it."""
-        pairs = ((baseline, others.get(model.name)) for baseline, others in self.against.items())
-        return next(((baseline, c) for baseline, c in pairs if c), None)
+    def against_first(self, model: Model) -> Comparison | None:
+        """Return the comparison of a model with its first baseline."""
+        comparisons = (others.get(model.name) for others in self.against.values())
+        return next(filter(None, comparisons), None)
 
     def chance(self, task: str | None, key: str = "chance") -> float:
         """Return the chance (or the majority label's share) of a task, or the mean over tasks (None)."""
@@ -136,7 +137,7 @@ class Report:
     def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
         """Return accuracy, low and high of a model on a task, or of their mean (None) if it has all tasks."""
         results = [model.results.get(t) for t in (self.tasks if task is None else [task])]
-        levels = [_limits(result, "accuracy") for result in results if result]
+        levels = [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results if r]
         if not levels or len(levels) < len(results):
             return None
         mean, interval = stats.mean_interval(levels)
@@ -150,13 +151,16 @@ class Report:
         """
         effects = []
         for model in self.models:
-            first = next((name for name, others in self.against.items() if model.name in others), "")
-            c = self.against.get(baseline or first, {}).get(model.name)
+            c = self.against.get(baseline, {}).get(model.name) if baseline else self.against_first(model)
             complete = c and (baseline or len(c.tasks) == len(self.tasks))
-            x = (c.tasks.get(task) if task else c.mean if complete else None) if c else None
-            level = self.level(model, task) if baseline is None else x and _limits(x, "difference")
+            x: TaskDifference | MeanOfDifferences | None = None
+            if c is not None:
+                x = c.tasks.get(task) if task else c.mean if complete else None
+            level = (x.difference, x.interval.low, x.interval.high) if x else None
+            if baseline is None:
+                level = self.level(model, task)
             if level:
-                direction = x["direction"] if x else 0
+                direction = x.direction if x else 0
                 points = [100 * value for value in level]
                 effects.append(Effect(model.name, self.series[model.name], direction, *points))
         return effects
@@ -179,16 +183,20 @@ class Report:
         return {
             **{name: getattr(self, name) for name in ("title", "notice", "remarks", "rows", "skipped")},
             "baseline": next(iter(self.against), None),
-            "comparisons": [{"task": t} | names | x for c, names in about for t, x in c.tasks.items()],
+            "comparisons": [
+                {"task": t} | names | asdict(x) for c, names in about for t, x in c.tasks.items()
+            ],
             "harness": [
                 {"task": t, "model": m.name}
                 | {name: x.get(name) for name in ("metrics", "score", "measure", "n", "answers_cut")}
                 for t, m, x in self.harness_results()
             ],
             "measure_comparisons": [
-                {"task": t} | names | x for c, names in about for t, x in c.measures.items()
+                {"task": t} | names | asdict(x) for c, names in about for t, x in c.measures.items()
             ],
-            "mean_comparisons": [{"tasks": list(c.tasks)} | names | c.mean for c, names in about if c.mean],
+            "mean_comparisons": [
+                {"tasks": list(c.tasks)} | names | asdict(c.mean) for c, names in about if c.mean
+            ],
             "not_compared": [
                 {"task": t, "reason": why} | names for c, names in about for t, why in c.refused.items()
             ],
@@ -286,13 +294,10 @@ def _wrong_runs(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
     return remarks
 
 
-def _limits(estimate: dict[str, Any], name: str) -> tuple[float, float, float]:
-    return estimate[name], estimate["interval"]["low"], estimate["interval"]["high"]
-
-
 def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
     """Return the numbers of a model on a task, also without the test rows in its training text."""
     result = model.results[task]
+    values: Mapping[str, object] = result
     shared = None
     untrained = None
     if overlap is not None and any((records := model.records(task)).texts):
@@ -305,10 +310,10 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
     counts = ("leaked", "rows_shortened", "rows_cut", "retriever", "shots", "conditions")
     return {
         **{"model": model.name, "task": task, "key": model.views[task]["key"], "prompt": result["version"]},
-        **{name: result[name] for name in first},
+        **{name: values[name] for name in first},
         **{name: result["interval"][name] for name in ("low", "high")},
         **{name: facts["accuracy"] for name, facts in result["scores"].items()},
-        **{name: result[name] for name in counts},
+        **{name: values[name] for name in counts},
         **{"clean_accuracy": result["clean"]["accuracy"], "trained_on": shared},
         **{"untrained_accuracy": untrained},
         **{name: model.facts.get(name) for name in ("step", "tokens", "objective")},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
 from emo.common.errors import UserError
 from emo.common.report.document import Cell, Fold, Items, Quote, ReportSection, Row, Table, drawn, estimated
 from emo.common.report.numbers import Effect, formatted, p_value, percent
 
-from ..judging.results import Judgement, compare_scores, remarks, undecided
+from ..judging.results import Judgement, JudgementNumbers, compare_scores, remarks, undecided
+from ..results.directory import Record
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order and counts as a tie", "unreadable": "unreadable"}
@@ -32,13 +33,27 @@ HUMAN = (
 )
 
 
-def compare_judgements(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[str, Any]]:
+class PairedJudgements(TypedDict):
+    """The difference between the win rates of two models, on the pairs that both judgements have."""
+
+    first: str
+    second: str
+    judge: str
+    n: int
+    questions: str
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+def compare_judgements(judgements: Sequence[Judgement], skipped: list[str]) -> list[PairedJudgements]:
     """Compare each judgement with the first by the same judge, against the same A, on the same questions.
 
     They are compared on the questions with readable verdicts in both, if there are at least two.
     """
     firsts: dict[tuple[str, ...], Judgement] = {}
-    pairs = []
+    pairs: list[PairedJudgements] = []
     for judgement in judgements:
         f = judgement.numbers
         judge = (f["judge"], f["by"], str(f["facts"].get("weights")))
@@ -52,9 +67,11 @@ def compare_judgements(judgements: Sequence[Judgement], skipped: list[str]) -> l
         if len(keys) > 1:
             before, after = ([scores[key][1] for key in keys] for scores in (a, b))
             mean, interval, p = compare_scores(before, after, [a[key][0] for key in keys])
-            names = {"first": first.numbers["b"], "second": f["b"], "judge": f["by"], "n": len(keys)}
-            result = {"difference": mean, "low": interval.low, "high": interval.high, "p": p}
-            pairs.append(names | {"questions": f["questions"]} | result)
+            pairs.append(
+                {"first": first.numbers["b"], "second": f["b"], "judge": f["by"], "n": len(keys),
+                 "questions": f["questions"], "difference": mean, "low": interval.low, "high": interval.high,
+                 "p": p}
+            )  # fmt: skip
     return pairs
 
 
@@ -64,7 +81,8 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
     for f in (judgement.numbers for judgement in judgements):
         rate = f["win_rate"]
         verb = VERDICTS[_tone(f)][1].format(**f)
-        if reason := undecided(f):
+        reason = undecided(f)
+        if reason or rate is None:
             sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {reason}.")
             continue
         size = f"{f['b']} has a win rate of {percent(rate['value'])} %"
@@ -72,7 +90,7 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
     return sentences[:4]
 
 
-def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -> list[ReportSection]:
+def sections(judgements: Sequence[Judgement], pairs: Sequence[PairedJudgements]) -> list[ReportSection]:
     """Return the sections with tables and with example pairs."""
     fields = [judgement.numbers for judgement in judgements]
     titles = _titles(fields)
@@ -100,16 +118,16 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -
 def draw_win_rates(judgements: Sequence[Judgement]) -> Table:
     """Return the win rates on one axis."""
     fields = [judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]]
-    rates = [[100 * f["win_rate"][key] for key in ("value", "low", "high")] for f in fields]
-    titles = _titles(fields)
-    rows: list[Row] = [
-        [t, *drawn(Effect(t, 1, 0, *rate), "{:.1f}")] for t, rate in zip(titles, rates, strict=True)
-    ]
+    rows: list[Row] = []
+    for f, title in zip(fields, _titles(fields), strict=True):
+        if rate := f["win_rate"]:
+            effect = Effect(title, 1, 0, *(100 * rate[key] for key in ("value", "low", "high")))
+            rows.append([title, *drawn(effect, "{:.1f}")])
     caption = "Win rate with its 95 % interval. A tie counts half. The dark line is no preference."
     return Table(["Comparison", "Win rate", "Per cent"], rows, caption, line=50.0)
 
 
-def _tone(fields: dict[str, Any]) -> str:
+def _tone(fields: JudgementNumbers) -> str:
     """Return the tone of the verdict on B."""
     rate = fields["win_rate"]
     if rate is None or undecided(fields):
@@ -119,12 +137,12 @@ def _tone(fields: dict[str, Any]) -> str:
     return "better" if rate["low"] > 0.5 else "worse"
 
 
-def _describe(fields: dict[str, Any]) -> str:
+def _describe(fields: JudgementNumbers) -> str:
     """Return the models, the questions and the judge in a phrase."""
     return f"{fields['b']} against {fields['a']}{_on(fields['questions'])}, judged by {fields['by']}"
 
 
-def _titles(fields: Sequence[dict[str, Any]]) -> list[str]:
+def _titles(fields: Sequence[JudgementNumbers]) -> list[str]:
     """Return `_describe` of each judgement, with its name if several would be equal."""
     titles = [_describe(f) for f in fields]
     named = [f"{t} ({f['name']})" if titles.count(t) > 1 else t for t, f in zip(titles, fields, strict=True)]
@@ -139,13 +157,13 @@ def _share(value: dict[str, float] | None) -> Cell | None:
     return estimated(value["value"], value["low"], value["high"], "{:.1f}", 100) if value else None
 
 
-def _rates(fields: Sequence[dict[str, Any]]) -> Table:
+def _rates(fields: Sequence[JudgementNumbers]) -> Table:
     rows: list[Row] = []
     for f, title in zip(fields, _titles(fields), strict=True):
         tone = _tone(f)
         about = f"against {f['a']}{_on(f['questions'])}{title.removeprefix(_describe(f))}"
         names = [Cell(f["b"], about), Cell(VERDICTS[tone][0], undecided(f), tone=tone)]
-        shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
+        shares = [_share(share) for share in (f["win_rate"], f["win"], f["tie"], f["loss"])]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
         controlled = percent(f["length_controlled"])
         both_orders = percent(f["consistency"])
@@ -155,21 +173,22 @@ def _rates(fields: Sequence[dict[str, Any]]) -> Table:
     return Table([*head, "Characters B / A", "Both orders"], rows, CAPTION, 2)
 
 
-def _people(fields: Sequence[dict[str, Any]]) -> Table:
+def _people(fields: Sequence[JudgementNumbers]) -> Table:
     rows: list[Row] = []
-    for f in (f for f in fields if f.get("human")):
-        human = f["human"]
+    for f in fields:
+        if (human := f["human"]) is None:
+            continue
         agreement = _share(human["agreement"])
         ties = human["unreadable_as_ties"]
         if agreement and ties != human["agreement"]["value"]:
             agreement = replace(agreement, text=f"{agreement.text} ({percent(ties)})")
-        kappas = [formatted(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]
+        kappas = [formatted(kappa, "{:.3f}") for kappa in (human["kappa"], human["kappa_of_people"])]
         rows.append([f["by"], f["judge"], human["rows"], agreement, *kappas])
     head = ["Verdicts by", "Judge", "Pairs", "Agreement", "Kappa", "People"]
     return Table(head, rows, HUMAN, 2, "Agreement with people")
 
 
-def _pair(pair: dict[str, Any]) -> list[Quote | Fold]:
+def _pair(pair: Record) -> list[Quote | Fold]:
     """Return a question, both answers, and the judge's reply in each order."""
     orders = ("A first", "B first") if len(pair["verdicts"]) > 1 else ("verdict",)
     sentences = [f"{order}: {SIDES.get(v, v)}" for order, v in zip(orders, pair["verdicts"], strict=False)]

@@ -13,7 +13,7 @@ from emo.common.report.figure import Curve, Curves, Figure, finite_points, mean_
 from emo.common.report.numbers import COMPARED, DASH, Effect, describe_effects, formatted, p_value, percent
 from emo.common.text import counted
 
-from ..results.directory import Model, find_model
+from ..results.directory import Model, TaskResult, find_model
 from . import judged
 from .families import OBJECTIVES
 from .gather import Report
@@ -149,13 +149,13 @@ def _picture(report: Report) -> Table:
     pairs = [(b, c) for b, comparisons in report.against.items() for c in comparisons.values()]
     rows: list[list[Any]] = []
     for baseline, c in pairs if report.tasks else []:
-        verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
-        counts = [sum(x["direction"] == direction for x in c.tasks.values()) for direction in (1, -1)]
+        verdict, tone = VERDICTS[c.mean.direction] if c.mean else ("not comparable", "quiet")
+        counts = [sum(x.direction == direction for x in c.tasks.values()) for direction in (1, -1)]
         of = f"{len(c.tasks)} of " if len(c.tasks) < len(report.tasks) else ""
         note = f"{counts[0]} better, {counts[1]} worse of {of}{counted(len(report.tasks), 'task')}"
         name = Cell(c.model, f"against {baseline}", mark=report.series[c.model])
         effects = [e for e in report.effects(None, baseline) if e.label == c.model]
-        cells = _tested(effects[0], (c.mean or {})["p"]) if effects else [Cell(""), Cell(DASH)]
+        cells = _tested(effects[0], c.mean.p) if effects and c.mean else [Cell(""), Cell(DASH)]
         rows.append([name, Cell(verdict, note, tone), *cells])
     if rows:
         return Table(["Model", "Verdict", "← worse · better →", "Points, 95 % interval"], rows, SUMMARY, 2)
@@ -224,7 +224,7 @@ def _differences(report: Report) -> list[Block]:
         pairs = [(b, e) for b in report.against for e in report.effects(task, b)]
         for i, (baseline, e) in enumerate(pairs):
             name = Cell(e.label, f"against {baseline}", mark=e.series)
-            p = report.against[baseline][e.label].tasks[task]["p_holm"]
+            p = report.against[baseline][e.label].tasks[task].p_holm
             rows.append([Cell(title, tone="again" * (i > 0)), name, *_tested(e, p)])
     comparisons = [c for others in report.against.values() for c in others.values()]
     reasons = [
@@ -273,9 +273,9 @@ def _harness(report: Report) -> Table:
             if metric == result["score"] and (measure := result.get("measure")):
                 if measure["interval"]:
                     cells[0] = Cell("{low:.4g} to {high:.4g}".format(**measure["interval"]))
-                if found and (x := found[1].measures.get(task)):
-                    verdict, tone = VERDICTS[x["direction"]]
-                    cells[1] = Cell(verdict, f"{x['difference']:+.4g}, {p_value(x['p_holm'])}", tone)
+                if found and (x := found.measures.get(task)):
+                    verdict, tone = VERDICTS[x.direction]
+                    cells[1] = Cell(verdict, f"{x.difference:+.4g}, {p_value(x.p_holm)}", tone)
             decides = "best" if metric == result["score"] else ""
             title = Cell(result["title"], tone="again" * bool(rows and rows[-1][0].text == result["title"]))
             name = Cell(model.name, mark=report.series[model.name])
@@ -320,7 +320,7 @@ def _over_training(report: Report) -> Figure:
     return Figure("Accuracy over training", [panel], "The bands are 95 % intervals.", names)
 
 
-def _cells(report: Report) -> Iterator[tuple[int, Model, dict[str, Any]]]:
+def _cells(report: Report) -> Iterator[tuple[int, Model, TaskResult]]:
     """Yield the series of the model, the model and the result, task by task."""
     for task, model in product(report.tasks, report.models):
         if task in model.results:
@@ -331,7 +331,7 @@ def _confusions(report: Report) -> list[Block]:
     folds: dict[str, list[Block]] = {}
     for _, model, result in _cells(report):
         shares = [[Cell(f"{n:,}", shade=n / max(sum(row), 1)) for n in row] for row in result["confusion"]]
-        rows = [[label, *row] for label, row in zip(result["labels"], shares, strict=True)]
+        rows: list[list[Any]] = [[x, *row] for x, row in zip(result["labels"], shares, strict=True)]
         if len(rows) <= CONFUSION_LABELS:
             table = Table(["Right label", *result["labels"]], rows, label=model.name)
             folds.setdefault(result["title"], []).append(table)

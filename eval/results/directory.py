@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
 from emo.common.errors import UserError, nearest
 from emo.common.text import printable
 
 from . import store
 
+if TYPE_CHECKING:
+    from . import stats
+
 MODELS = "models"
 MODEL = "model.json"
 SAMPLES = "samples.json"
-VIEW = {"key", "weights", "rows", "result"}
-# Keys that every result of this version has, among others.
-# A result with the key `measure` has no accuracy, for example a perplexity of lm-eval.
+# Keys that every result with an accuracy has in this version.
 RESULT = {
     "title", "version", "retriever", "shots", "conditions", "labels", "chance", "majority", "score", "scores",
     "accuracy", "interval", "n", "macro_f1", "confusion", "groups", "leaked", "clean", "rows_shortened",
@@ -35,7 +36,7 @@ RESULT = {
 }  # fmt: skip
 
 Record = dict[str, Any]  # of a test row or of a text, as stored
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # receives lines for the user
 
 
 class Description(TypedDict):
@@ -47,6 +48,71 @@ class Description(TypedDict):
     tokenizer: str
     dtype: str
     facts: dict[str, Any]  # step, tokens, objective and run, if the trainer recorded them
+
+
+class Conditions(TypedDict):
+    """What a result depends on. Two results are comparable if all of `compared` is equal."""
+
+    compared: dict[str, Any]
+    noted: dict[str, str]
+
+
+class MeasureNumbers(TypedDict):
+    """The value of a metric whose rows are not right or wrong, for example a perplexity of lm-eval."""
+
+    value: float
+    scale: str  # of `stats.estimate_measure`, or "" if rows do not add up to the value
+    higher_is_better: bool | None
+    interval: dict[str, float] | None
+
+
+class TaskResult(TypedDict):
+    """The result of a task. It has either an accuracy and all keys of RESULT, or a measure."""
+
+    task: str
+    title: str
+    version: str
+    retriever: str
+    shots: int
+    conditions: Conditions
+    score: str
+    n: int
+    rows_shortened: int
+    rows_cut: int
+    accuracy: NotRequired[float]
+    correct: NotRequired[int]
+    interval: NotRequired[dict[str, float]]
+    openicl_accuracy: NotRequired[float]
+    labels: NotRequired[list[str]]
+    chance: NotRequired[float]
+    majority: NotRequired[float]
+    scores: NotRequired[dict[str, stats.AccuracyNumbers]]
+    macro_f1: NotRequired[float | None]
+    confusion: NotRequired[list[list[int]]]
+    groups: NotRequired[dict[str, dict[str, float]]]
+    leaked: NotRequired[int]
+    clean: NotRequired[Mapping[str, object]]  # the accuracy without leaked rows
+    worst: NotRequired[list[Record]]
+    measure: NotRequired[MeasureNumbers]
+    metrics: NotRequired[dict[str, float]]  # lm-eval's
+    answers_cut: NotRequired[int | None]
+
+
+class RowSource(TypedDict):
+    """The origin of the test rows of a result."""
+
+    from_hub: bool
+    hub: dict[str, Any] | None  # path, name and revision of the data set
+    split: str
+
+
+class View(TypedDict):
+    """A copy of a stored result, for reports."""
+
+    key: str
+    weights: str
+    rows: RowSource
+    result: TaskResult
 
 
 class Lost(NamedTuple):
@@ -72,8 +138,8 @@ class Model:
     name: str
     description: Description
     out: Path
-    views: dict[str, dict[str, Any]] = field(default_factory=dict)
-    measures: dict[str, dict[str, Any]] = field(default_factory=dict)  # views of results without accuracy
+    views: dict[str, View] = field(default_factory=dict)
+    measures: dict[str, View] = field(default_factory=dict)  # views of results without accuracy
     unreadable: dict[str, str] = field(default_factory=dict)  # task -> why its result is skipped
     samples: list[Record] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -85,24 +151,24 @@ class Model:
         return self.description["facts"]
 
     @property
-    def results(self) -> dict[str, dict[str, Any]]:
+    def results(self) -> dict[str, TaskResult]:
         """The result of every task with a readable one."""
         return {task: view["result"] for task, view in self.views.items()}
 
     @property
-    def all_results(self) -> dict[str, dict[str, Any]]:
+    def all_results(self) -> dict[str, TaskResult]:
         """The results of all tasks, with and without an accuracy."""
         return {**self.results, **self.measured}
 
     @property
-    def measured(self) -> dict[str, dict[str, Any]]:
+    def measured(self) -> dict[str, TaskResult]:
         """The result of every task without accuracy."""
         return {task: view["result"] for task, view in self.measures.items()}
 
     def read_records(self, task: str) -> list[Record]:
         """Return the records of a task in row order. Raises UserError if files of the store are damaged."""
         view = self.views.get(task) or self.measures[task]
-        return store.read_records(self.out, view["key"], view["result"]["n"])
+        return store.read_row_records(self.out, view["key"], view["result"]["n"])
 
     def records(self, task: str) -> TaskRecords:
         """Return what comparisons need of the records of a task. They are read once."""
@@ -122,7 +188,7 @@ def is_right(record: Record) -> bool:
     return bool(record["correct"] if "correct" in record else record["prediction"] == record["gold"])
 
 
-def only_answer(result: dict[str, Any]) -> str | None:
+def only_answer(result: TaskResult) -> str | None:
     """Return the label that a model predicts for every row, if the rows have several labels, else None."""
     columns = zip(result["labels"], *result["confusion"], strict=True)
     answered = [label for label, *counts in columns if any(counts)]
@@ -143,7 +209,7 @@ def claim_name(description: Description, out: Path, say: Say) -> None:
             change = f"{description['dtype']} instead of {before['dtype']}"
         say(f"{description['name']}: {change} than in the last run. Its earlier results are hidden.")
         for path in directory.glob("*.json"):
-            view = store.read_json(path)
+            view = store.read_json_or_none(path)
             if path.name != MODEL and isinstance(view, dict) and "weights" in view:
                 path.unlink(missing_ok=True)
     store.replace(directory / MODEL, store.dump(description))
@@ -181,7 +247,7 @@ def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
 
 def _read_views(model: Model, directory: Path, warn: Say) -> None:
     for path in sorted(path for path in directory.glob("*.json") if path.name != MODEL):
-        view: Any = store.read_json(path)
+        view: Any = store.read_json_or_none(path)
         if (fault := _fault_of_view(view, model.out)) is not None:
             warn(f"skipped {path}: {fault}")
             if path.name != SAMPLES:
@@ -211,20 +277,21 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 def _read_description(directory: Path) -> Description | None:
     """Return the description of the model in a directory, if it is valid and has the directory's name."""
-    value: Any = store.read_json(directory / MODEL)
+    value: Any = store.read_json_or_none(directory / MODEL)
     valid = isinstance(value, dict) and value.keys() >= {"name", "path", "weights", "dtype", "facts"}
     return value if valid and value["name"] == directory.name else None
 
 
 def _fault_of_view(view: Any, out: Path) -> str | None:
     """Return why a view or file of samples under `out` cannot be used, or None."""
-    if not isinstance(view, dict) or not (view.keys() >= {"weights", "samples"} or view.keys() >= VIEW):
+    kinds = {"weights", "samples"}, View.__required_keys__
+    if not isinstance(view, dict) or not any(view.keys() >= keys for keys in kinds):
         return "damaged, or of another version. Run the command that wrote it again."
     if "samples" in view:
         return None
     if "measure" not in view["result"] and not view["result"].keys() >= RESULT:
         return "a result of another version. Evaluate it again."
     sealed = store.unsealed(out / store.STORE / view["key"] / store.RESULT)
-    if sealed is not None and store.digest(sealed) != store.digest(view["result"]):
+    if sealed is not None and store.digest_json(sealed) != store.digest_json(view["result"]):
         return "it differs from the sealed result in the store. Evaluate it again to restore it."
     return None

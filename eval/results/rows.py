@@ -33,7 +33,7 @@ class FileRow(dict[str, Any]):
         )
 
 
-def read_rows(path: Path) -> list[FileRow]:
+def read_json_rows(path: Path) -> list[FileRow]:
     """Return the objects of a JSON array or of JSON lines, at least one.
 
     Raises UserError when the file is cut off or contains anything else. Lone surrogates, which no file can
@@ -67,7 +67,7 @@ def read_rows(path: Path) -> list[FileRow]:
 def read_texts(path: Path, field: str = "text") -> list[str]:
     """Return the stripped texts of a file: `field` of its JSON rows (.jsonl, .json), or its lines."""
     if path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
-        return [row.text(field).strip() for row in read_rows(path)]
+        return [row.text(field).strip() for row in read_json_rows(path)]
     return [line.strip() for line in read_text(path).split("\n")]
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TypedDict
 
 import numpy as np
 from scipy import stats
@@ -33,6 +34,15 @@ class Interval:
     high: float
 
 
+class AccuracyNumbers(TypedDict):
+    """An accuracy as results store it."""
+
+    accuracy: float
+    n: int
+    correct: int
+    interval: dict[str, float]
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """value: mean outcome, or the unweighted mean over groups."""
@@ -41,6 +51,11 @@ class Accuracy:
     n: int
     correct: int
     interval: Interval
+
+    def to_json(self) -> AccuracyNumbers:
+        """Return the numbers for a result."""
+        ends = asdict(self.interval)
+        return {"accuracy": self.value, "n": self.n, "correct": self.correct, "interval": ends}
 
 
 def bounded_mean(
@@ -124,7 +139,7 @@ def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Se
     return Estimate(value, (sums - value * sizes) / total, sizes / total)
 
 
-def measure(values: Sequence[float], weights: Sequence[float], scale: str) -> Estimate:
+def estimate_measure(values: Sequence[float], weights: Sequence[float], scale: str) -> Estimate:
     """Return a measure that rows add up to, as an estimate that can be compared between models.
 
     Args:

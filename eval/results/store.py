@@ -23,9 +23,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from emo.common.errors import UserError
 from emo.common.io import untrusted
@@ -33,6 +33,7 @@ from emo.common.io.files import Hashes, write_once, write_text
 from emo.common.io.lease import Lease, hold_if_free
 
 log = logging.getLogger(__name__)
+R = TypeVar("R", bound=Mapping[str, object])  # the record of a row
 
 STORE = "store"  # next to models/ in a results directory
 RESULT = "result.json"
@@ -65,7 +66,7 @@ def _writable(name: str) -> Path:
     return Path(temporary.name)
 
 
-def digest(identity: Any) -> str:
+def digest_json(identity: Any) -> str:
     """Return the sha256 of a JSON value, independent of key order; 64 hex digits."""
     text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -76,20 +77,20 @@ def dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n"
 
 
-def seal(value: Any) -> str:
+def seal_json(value: Any) -> str:
     """Return `value` as JSON text with its digest, which `unsealed` checks."""
     stored = json.loads(json.dumps(value))  # as a reader sees it: text keys, lists instead of tuples
-    return dump({"digest": digest(stored), "value": stored})
+    return dump({"digest": digest_json(stored), "value": stored})
 
 
 def unsealed(path: Path) -> Any | None:
     """Return the value in a sealed file, or None when the file is absent, torn or changed."""
-    sealed: Any = read_json(path)
-    valid = isinstance(sealed, dict) and digest(sealed.get("value")) == sealed.get("digest")
+    sealed: Any = read_json_or_none(path)
+    valid = isinstance(sealed, dict) and digest_json(sealed.get("value")) == sealed.get("digest")
     return sealed["value"] if valid else None
 
 
-def read_json(path: Path) -> Any | None:
+def read_json_or_none(path: Path) -> Any | None:
     """Return the JSON value in a file, or None when the file is absent, torn, not JSON or too large."""
     try:
         return untrusted.read_json(path, STORED_BYTES)
@@ -97,7 +98,7 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
-def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
+def read_row_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
     """Return the records of a finished result under the results directory `out`, in row order.
 
     Raises UserError unless its files are undamaged and have `rows` records.
@@ -133,24 +134,24 @@ class Entry:
     """The files of one key. say: receives a line about each damaged file."""
 
     def __init__(
-        self, root: Path, identity: dict[str, Any], say: Callable[[str], None] = lambda text: None
+        self, root: Path, identity: Mapping[str, object], say: Callable[[str], None] = lambda text: None
     ) -> None:
         self.identity = identity
-        self.key = digest(identity)[:32]
+        self.key = digest_json(identity)[:32]
         self.path = root / self.key
         self._say = say
-        self._chunks: dict[int, list[dict[str, Any]]] = {}  # that were read and are undamaged
+        self._chunks: dict[int, list[Any]] = {}  # that were read and are undamaged
 
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> Any | None:
         """Return the finished result, if there is one."""
         return self._read(self.path / RESULT)
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def finish(self, result: Mapping[str, object]) -> None:
         """Publish the result of the chunks. The chunks remain as the records of the rows."""
-        replace(self.path / "identity.json", seal(self.identity))
-        replace(self.path / RESULT, seal(result))
+        replace(self.path / "identity.json", seal_json(self.identity))
+        replace(self.path / RESULT, seal_json(result))
 
-    def chunk(self, index: int, rows: range) -> list[dict[str, Any]] | None:
+    def chunk(self, index: int, rows: range) -> list[Any] | None:
         """Return the records of a finished, undamaged chunk, one for each of `rows`, or None."""
         if index not in self._chunks:
             records = self._read(self.path / "chunks" / f"{index:05d}.json")
@@ -158,10 +159,10 @@ class Entry:
                 self._chunks[index] = records
         return self._chunks.get(index)
 
-    def finish_chunk(self, index: int, rows: range, records: list[dict[str, Any]]) -> None:
+    def finish_chunk(self, index: int, rows: range, records: Sequence[Mapping[str, object]]) -> None:
         """Publish a chunk unless it exists. The first one counts, because machines round differently."""
         path = self.path / "chunks" / f"{index:05d}.json"
-        text = seal(records)
+        text = seal_json(records)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not write_once(path, text) and self.chunk(index, rows) is None:
             replace(path, text)  # the existing file is damaged or has other rows
@@ -181,9 +182,9 @@ def complete(
     entry: Entry,
     rows: int,
     chunk: int,
-    compute: Callable[[range], list[dict[str, Any]]],
+    compute: Callable[[range], list[R]],
     advance: Callable[[int], Any] = lambda count: None,
-) -> list[dict[str, Any]]:
+) -> list[R]:
     """Return the records of all rows of an entry. Compute the chunks that no other process is computing.
 
     Args:
@@ -227,7 +228,7 @@ def digest_files(root: Path, files: Iterable[Path]) -> str:
     hashes = Hashes(cache_directory() / "hashes.json")
     lines = [[path.relative_to(root).as_posix(), hashes.sha256(path)] for path in sorted(files)]
     hashes.save()
-    return digest(lines)
+    return digest_json(lines)
 
 
 def cached_digest(kind: str, key: str, compute: Callable[[], str]) -> str:

@@ -7,7 +7,7 @@ dimension S holds independent runs. Each step uses all counts of a sample, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +156,7 @@ def fit_learners(
     """
     learner = Learner(rows.shape[-1], sample.seeds, head)
     others = [p for name, p in learner.named_parameters() if name != "head"]
-    groups: list[dict[str, Any]] = [{"params": others}]
+    groups: list[dict[str, object]] = [{"params": others}]
     if learner.head is not None and head_rate:
         groups.append({"params": [learner.head], "lr": head_rate * lr})
     optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=1e-4, fused=True)

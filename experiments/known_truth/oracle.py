@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError("--decode needs --baseline", code="no-baseline")
     oracle = EvaluatedModel(str(args.oracle))
     model = EvaluatedModel(str(args.model))
-    results = measure(oracle, model, args.texts, args.baseline, args.dev, args.contexts, decoding)
+    results = compare_with_oracle(oracle, model, args.texts, args.baseline, args.dev, args.contexts, decoding)
     if args.samples:
         begin = prompt_ids(oracle, "")
         samples = {}
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def measure(
+def compare_with_oracle(
     oracle: EvaluatedModel,
     model: EvaluatedModel,
     texts: Path,
@@ -87,7 +87,7 @@ def measure(
     dev: Path | None,
     contexts: int,
     decoding: Decoding,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the mean measures over contexts. Raises UserError if the tokenizers differ.
 
     Args:
@@ -108,7 +108,7 @@ def measure(
     p = distributions.log_probs(compute_logits(oracle.model, rows, shared))
     q = compute_logits(model.model, rows, shared)
     at_1 = summarize_divergences(p, q, targets)
-    results: dict[str, Any] = {"contexts": len(targets), "at_1": at_1}
+    results: dict[str, object] = {"contexts": len(targets), "at_1": at_1}
     values = measure_decodings(p, q)
     results["decoded"] = {choice.name.replace(".", "_"): _means(each) for choice, each in values.items()}
     results |= divide_contexts(p, {choice.temperature: values[choice]["js"] for choice in TEMPERED})
@@ -181,7 +181,7 @@ def measure_decodings(log_p: Tensor, q_logits: Tensor) -> dict[Decoding, dict[st
     return {c: distributions.by_rows(partial(measured, choice=c), log_p, q_logits) for c in choices}
 
 
-def divide_contexts(log_p: Tensor, tempered: dict[float, Tensor]) -> dict[str, Any]:
+def divide_contexts(log_p: Tensor, tempered: dict[float, Tensor]) -> dict[str, object]:
     """Return mean divergences by the oracle's entropy, and their minimum over temperatures.
 
     tempered: divergences [n] by temperature.

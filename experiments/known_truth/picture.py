@@ -18,6 +18,7 @@ from emo.common.io.files import write_text
 from emo.common.report.figure import VARIABLES, colour
 
 from ..sweeps.report import build_map
+from ..sweeps.statistics import MapRow
 
 TITLES = {
     "geometry": "True costs against constant and permuted ones",
@@ -43,7 +44,7 @@ cell. Share: how much of the truth the costs carry. Draws: training tokens per c
 """
 
 
-def draw_map(rows: list[dict[str, Any]]) -> str:
+def draw_map(rows: list[MapRow]) -> str:
     """Return an SVG of a study's rows."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -65,7 +66,7 @@ def draw_map(rows: list[dict[str, Any]]) -> str:
     return text
 
 
-def tabulate_map(rows: list[dict[str, Any]]) -> str:
+def tabulate_map(rows: list[MapRow]) -> str:
     """Return a Markdown table for each question: answers, effects and intervals."""
     draws = sorted({row["draws"] for row in rows})
     cells = {(row["V"], row["share"], row["draws"]): row["verdicts"] for row in rows}

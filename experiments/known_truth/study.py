@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import torch
 from pydantic import Field, model_validator
@@ -36,7 +36,7 @@ from emo.pipeline.loss.expected import settle
 
 from ..sweeps.code import code_digest, find_plugin_sources
 from ..sweeps.design import RESULTS
-from ..sweeps.statistics import estimate, find_best_temperature, paired_verdict
+from ..sweeps.statistics import CellVerdict, Estimate, MapRow, estimate, find_best_temperature, paired_verdict
 from . import bigram
 from .contestants import Contestant
 
@@ -107,6 +107,47 @@ class Study(Section):
         return labels | {self.against(label) for label in labels}
 
 
+class Search(TypedDict):
+    """How the contestants of a cell were trained. See `measure_cell`."""
+
+    rates: dict[str, dict[str, float]]  # by contestant and score
+    tried: dict[str, list[float]]
+    steps: dict[str, int]
+    at_end: list[str]
+
+
+class CellResult(Search):
+    """The content of a cell's file."""
+
+    values: dict[str, dict[str, list[float]]]  # by contestant and measure, one per truth
+
+
+class StudyRow(MapRow, Search):
+    """A cell in results.json."""
+
+    contestants: dict[str, dict[str, Estimate]]  # by measure
+
+
+class MapVerdict(TypedDict):
+    """The answer to a question over all cells."""
+
+    answer: str  # that of all decided cells, `depends` if they differ, or undecided
+    outcome: str
+    cells: dict[str, list[str]]  # by answer
+    least: float  # effect
+    most: float
+    n: int
+
+
+class StudyResults(TypedDict):
+    """The content of results.json."""
+
+    code: str
+    fixed_points: list[dict[str, str | float]]
+    rows: list[StudyRow]
+    verdicts: dict[str, MapVerdict]
+
+
 class MapCell(NamedTuple):
     """A cell of the map."""
 
@@ -118,13 +159,13 @@ class MapCell(NamedTuple):
         return f"{self.V} tokens, share {self.share:g}, {self.draws:,} draws per context"
 
 
-def find_fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, Any]]:
+def find_fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, str | float]]:
     """Return what each contestant would make of known truths with unlimited data (A0): means over truths."""
     generator = torch.Generator().manual_seed(TRUTH_SEED)
     rows = bigram.draw_dirichlet(truths, V, 0.5, generator)
     embedding = torch.randn(V, 16, generator=generator, dtype=torch.float64)
     log_p = rows.log()
-    points = []
+    points: list[dict[str, str | float]] = []
     for label, contestant in study.contestants.items():
         if contestant.head != "free":  # a fixed point is one of distributions, without a learner
             continue
@@ -185,7 +226,7 @@ def best_rates(scores: dict[float, dict[str, float]]) -> dict[str, float]:
     return {name: min(scores, key=lambda rate: scores[rate][name]) for name in names}
 
 
-def measure_cell(study: Study, cell: MapCell) -> dict[str, Any]:
+def measure_cell(study: Study, cell: MapCell) -> CellResult:
     """Return `values` of each contestant by measure, one per truth, and how it was trained.
 
     Learning rate and steps minimise `outcome` over the selection truths. Further measures:
@@ -269,7 +310,7 @@ def try_rates(
 
         def look(part: bigram.BigramSample, step: int, learned: Tensor) -> None:
             pairs = zip(part.seeds, learned, strict=True)
-            values = (divergence(truths[number], z, study.outcome) for number, z in pairs)
+            values = (measure_truth(truths[number], z)[study.outcome] for number, z in pairs)
             totals[step] = totals.get(step, 0.0) + sum(values)
 
         fitted = contestant.fit(sample, rate, study.steps, look)
@@ -292,13 +333,8 @@ def inf_if_nan(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def divergence(truth: bigram.Truth, logits: Tensor, measure: str, temperature: float = 1.0) -> float:
-    """Return a measure between logits [V, V] and a truth, weighted by the frequency of contexts."""
-    return measure_truth(truth, logits, temperature)[measure]
-
-
 def measure_truth(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> dict[str, float]:
-    """Return all measures between logits [V, V] and a truth."""
+    """Return all measures between logits [V, V] and a truth, weighted by the frequency of contexts."""
     measured = distributions.measures(truth.rows.log(), distributions.log_probs(logits, temperature))
     return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
@@ -324,17 +360,17 @@ def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) ->
         matched = dict.fromkeys(values, math.nan)
     values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
     values["temperature"] = find_best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
-    values["tempered_js"] = divergence(truth, learned, "js", values["temperature"])
+    values["tempered_js"] = measure_truth(truth, learned, values["temperature"])["js"]
     return values
 
 
-def _measuring(study: Study) -> Callable[[MapCell], dict[str, Any]]:
+def _measuring(study: Study) -> Callable[[MapCell], CellResult]:
     """Return `measure_cell` of a study. It uses one thread, because small matrices do not gain from more."""
     torch.set_num_threads(1)
     return partial(measure_cell, study)
 
 
-def run_study(study: Study, jobs: int = 1) -> dict[str, Any]:
+def run_study(study: Study, jobs: int = 1) -> StudyResults:
     """Measure all cells that are not done, write the results, and return them."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
     paths = _cell_paths(study)
@@ -345,25 +381,39 @@ def run_study(study: Study, jobs: int = 1) -> dict[str, Any]:
             write_text(paths[cell], json.dumps(result))
             means = {label: sum(v[study.outcome]) / study.truths for label, v in result["values"].items()}
             print(f"{cell}: {', '.join(f'{label} {mean:.4f}' for label, mean in means.items())}", flush=True)
-    rows = []
-    for cell, path in paths.items():
-        result = json.loads(path.read_text(encoding="utf-8"))
-        row: dict[str, Any] = {
-            **cell._asdict(),
-            **{key: result[key] for key in ("rates", "tried", "steps", "at_end")},
-        }
-        row["contestants"] = {
-            label: {metric: estimate(values) for metric, values in measured.items()}
-            for label, measured in result["values"].items()
-        }
-        row["verdicts"] = {name: answer_cell(study, name, result, len(paths)) for name in study.questions}
-        rows.append(row)
-    summary: dict[str, Any] = {"code": code_version(), "fixed_points": find_fixed_points(study), "rows": rows}
-    summary["verdicts"] = {name: summarize_map(study, name, rows) for name in study.questions}
+    rows = [_summarize_cell(study, cell, path, len(paths)) for cell, path in paths.items()]
+    summary: StudyResults = {
+        "code": code_version(),
+        "fixed_points": find_fixed_points(study),
+        "rows": rows,
+        "verdicts": {name: summarize_map(study, name, rows) for name in study.questions},
+    }
     write_text(study.out / RESULTS, json.dumps(replace_nonfinite(summary), indent=1))
-    cells = [{key: row[key] for key in (*MapCell._fields, "verdicts")} for row in rows]
+    cells: list[MapRow] = [
+        {"V": row["V"], "share": row["share"], "draws": row["draws"], "verdicts": row["verdicts"]}
+        for row in rows
+    ]
     write_text(study.out / MAP, json.dumps({"code": summary["code"], "level": LEVEL, "rows": cells}))
     return summary
+
+
+def _summarize_cell(study: Study, cell: MapCell, path: Path, cells: int) -> StudyRow:
+    """Return the row of a measured cell."""
+    result: CellResult = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        "V": cell.V,
+        "share": cell.share,
+        "draws": cell.draws,
+        "rates": result["rates"],
+        "tried": result["tried"],
+        "steps": result["steps"],
+        "at_end": result["at_end"],
+        "contestants": {
+            label: {metric: estimate(values) for metric, values in measured.items()}
+            for label, measured in result["values"].items()
+        },
+        "verdicts": {name: answer_cell(study, name, result, cells) for name in study.questions},
+    }
 
 
 def _cell_paths(study: Study) -> dict[MapCell, Path]:
@@ -384,7 +434,7 @@ def _cell_paths(study: Study) -> dict[MapCell, Path]:
     return paths
 
 
-def answer_cell(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[str, Any]:
+def answer_cell(study: Study, name: str, result: CellResult, cells: int) -> CellVerdict:
     """Return the verdict on a question in a cell, whose units are its truths.
 
     The level is LEVEL^(1 / cells), so that the intervals of all cells are simultaneous (Sidak).
@@ -400,7 +450,7 @@ def answer_cell(study: Study, name: str, result: dict[str, Any], cells: int) -> 
     return {"outcome": study.outcome, **paired_verdict(better, others, True, LEVEL ** (1 / cells))}
 
 
-def summarize_map(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_map(study: Study, name: str, rows: list[StudyRow]) -> MapVerdict:
     """Return the cells by answer, and the answer for the map.
 
     It is the answer of all decided cells, or `depends` if they differ. There is no mean over cells, because

@@ -40,14 +40,14 @@ def check_runs(sweep: Sweep, local: bool) -> None:
         data = {"data": settings(config.data), "root": str(config.data.root)}
         try:
             _check_names(sweep, run, config)
-            if (key := store.digest(training)) not in checked:
+            if (key := store.digest_json(training)) not in checked:
                 train = config.train
                 batch = solve_batch(train.global_batch_size, train.micro_batch_size, experiment.ranks)
                 training_objective(config)
                 deepspeed_config(config, batch)
                 if local:
                     _check_model(experiment, config)
-            if (data_key := store.digest(data)) not in checked and local:
+            if (data_key := store.digest_json(data)) not in checked and local:
                 _check_data(experiment, config.data)
         except UserError as error:
             raise UserError(f"{run.name}: {error}", code=error.code) from None

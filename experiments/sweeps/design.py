@@ -223,9 +223,9 @@ class Experiment(Section):
         return list(dict.fromkeys(metrics))
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> dict[str, object]:
         """Return the variables of all commands. A name may use the names before it."""
-        variables: dict[str, Any] = {"out": self.out}
+        variables: dict[str, object] = {"out": self.out}
         for name, text in self.names.items():
             variables[name] = fill_variables(text, variables, f"names.{name}")
         return variables
@@ -241,7 +241,7 @@ class RunSpec(NamedTuple):
 
     labels: dict[str, str]  # by axis; without the chosen axis if `choose.where` excludes the run
     overrides: Overrides
-    variables: dict[str, Any]  # of commands, including the labels
+    variables: dict[str, object]  # of commands, including the labels
 
     @property
     def name(self) -> str:
@@ -298,7 +298,7 @@ def expand(experiment: Experiment) -> list[RunSpec]:
     return list(runs.values())
 
 
-def fill_variables(value: Any, variables: Mapping[str, Any], key: str) -> Any:
+def fill_variables(value: Any, variables: Mapping[str, object], key: str) -> Any:
     """Fill in `{name}` in a text, or in all texts of a tree. Raises UserError for an unknown name."""
     if isinstance(value, Mapping):
         return {name: fill_variables(inner, variables, key) for name, inner in value.items()}
@@ -318,7 +318,7 @@ def fill_variables(value: Any, variables: Mapping[str, Any], key: str) -> Any:
     return VARIABLE.sub(text, value)
 
 
-def split_command(text: str, variables: Mapping[str, Any], key: str) -> list[str]:
+def split_command(text: str, variables: Mapping[str, object], key: str) -> list[str]:
     """Split a command into words. A variable always stays one word."""
     try:
         words = shlex.split(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from statistics import fmean
@@ -27,7 +28,7 @@ from emo.eval.results.stats import holm
 
 from .. import pareto
 from .design import Experiment, Front, Labels, RunSpec
-from .statistics import estimate, is_grid_end, paired_difference, paired_verdict
+from .statistics import MapRow, estimate, is_grid_end, paired_difference, paired_verdict
 from .sweep import Sweep
 
 Json = dict[str, Any]  # a part of results.json
@@ -302,16 +303,16 @@ def _study_blocks(part: Json) -> list[Block]:
     return blocks
 
 
-def build_map(rows: list[Json], question: str) -> Cells:
+def build_map(rows: list[MapRow], question: str) -> Cells:
     """Return a question's verdicts over the cells of a study: shares and draws across, vocabularies down."""
-    axes = {key: sorted({row[key] for row in rows}) for key in ("V", "share", "draws")}
-    effects: dict[tuple[Any, ...], Effect] = {}
+    effects: dict[tuple[float, float, float], Effect] = {}
     for row in rows:
         verdict = row["verdicts"][question]
         direction = {"yes": 1, "no": -1}.get(verdict["answer"], 0)
         effect = Effect("", None, direction, verdict["effect"], verdict["low"], verdict["high"])
         effects[row["V"], row["share"], row["draws"]] = effect
-    columns = [(share, draws) for share in axes["share"] for draws in axes["draws"]]
-    grid = [(f"{V} tokens", [effects.get((V, *column)) for column in columns]) for V in axes["V"]]
+    sizes, shares, counts = (sorted(set(axis)) for axis in zip(*effects, strict=True))
+    columns = list(itertools.product(shares, counts))
+    grid = [(f"{V} tokens", [effects.get((V, *column)) for column in columns]) for V in sizes]
     names = [f"{draws:,}\n{share:g}" for share, draws in columns]
     return Cells(question, names, grid, "draws per context; share of geometry in the truth")

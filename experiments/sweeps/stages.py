@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from emo.__main__ import modules
 from emo.common.config.recipe import FREE, format_value, marked
@@ -25,17 +25,25 @@ from emo.common.io.untrusted import read_json
 from emo.common.provenance import shipped
 from emo.data_prep.config import DataConfig, settings
 from emo.eval.results import store
-from emo.pipeline.config import RunConfig
+from emo.pipeline.config import RunConfig, flatten
 from emo.pipeline.model.objective_config import TeacherConfig
 
 from .code import code_digest, find_plugin_sources
 
-Origin = dict[str, Any]  # JSON values that decide a result, by dotted key
+Origin = dict[str, object]  # JSON values that decide a result, by dotted key
 REPORTED = {"train.eval_rows", "train.mixture_from"}  # free keys that change the reported numbers
 MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".model")
 COMMAND_SUFFIXES = (".yaml", ".yml", ".py", ".sh")  # files that instruct a command
 EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
 CONTENT = "content of "  # prefix of the keys of files
+
+
+class StageNote(TypedDict, total=False):
+    """The content of a note. `seconds` is missing while the stage runs."""
+
+    made_with: Origin
+    after: str  # digest of the notes of the stages before it
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -50,13 +58,13 @@ class Stage:
     directory: Path | None = None  # what it makes, if it is not repeated
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> StageNote:
         """Return what the note must contain, besides the time."""
         content = json.dumps([stage.identity for stage in self.needs], sort_keys=True)
         after = hashlib.sha256(content.encode()).hexdigest()[:16] if self.needs else ""
         return {"made_with": self.origin, "after": after}
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> StageNote:
         """Read the note. Returns an empty one if the note or the stage's directory is missing."""
         if self.directory is not None and not self.directory.exists():
             return {}
@@ -75,7 +83,7 @@ class Stage:
 
     def reject_changes(self, run: str) -> None:
         """Raise UserError if the stage's directory was begun for `run` with another origin."""
-        note = self.read() if self.directory is not None else {}
+        note: StageNote = self.read() if self.directory is not None else {}
         if not note or note.items() >= self.identity.items():
             return
         before = note["made_with"]
@@ -92,26 +100,29 @@ class Stage:
     def write(self, seconds: float | None = None) -> None:
         """Write the note: the stage is done, or without `seconds` its directory is begun."""
         self.note.parent.mkdir(parents=True, exist_ok=True)
-        end = {} if seconds is None else {"seconds": round(seconds, 1)}
-        write_text(self.note, json.dumps(self.identity | end, indent=1))
+        note = self.identity.copy()
+        if seconds is not None:
+            note["seconds"] = round(seconds, 1)
+        write_text(self.note, json.dumps(note, indent=1))
 
 
-def read_stage_note(path: Path) -> dict[str, Any]:
+def read_stage_note(path: Path) -> StageNote:
     """Read a stage's note. Returns an empty one if it is missing."""
-    return dict(read_json(path)) if path.exists() else {}
+    note: StageNote = read_json(path) if path.exists() else {}
+    return note
 
 
 def data_origin(config: DataConfig) -> Origin:
     """Return the origin of prepared data."""
     code = {"code of emo.data_prep.prepare": code_digest("emo.data_prep.prepare")}
-    return _flatten({"data": settings(config) | {"root": str(config.root)}}) | code
+    return dict(flatten({"data": settings(config) | {"root": str(config.root)}}, ".")) | code
 
 
-def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> Origin:
+def run_origin(config: RunConfig, recorded: Mapping[str, object]) -> Origin:
     """Return the origin of a run. `recorded`: its earlier origin, used for files that no longer exist."""
     free = tuple(f"{key}." for key in marked(RunConfig, FREE) - REPORTED)
-    recipe = _flatten(config.model_dump(mode="json", exclude={"data"}))
-    origin = {key: value for key, value in recipe.items() if not f"{key}.".startswith(free)}
+    recipe = flatten(config.model_dump(mode="json", exclude={"data"}), ".")
+    origin: Origin = {key: value for key, value in recipe if not f"{key}.".startswith(free)}
     origin |= {key: value for key, value in recorded.items() if key.startswith(CONTENT)}
     origin |= data_origin(config.data) | {"code of emo.pipeline.trainer": code_digest("emo.pipeline.trainer")}
     for objective in (config.objective.name, *(part.name for part in config.objective.sum or ())):
@@ -150,13 +161,3 @@ def command_origin(command: list[str], out: Path) -> Origin:
             origin[key] = sha256(file)
             files += [file.parent / os.fsdecode(base) for base in EXTENDS.findall(file.read_bytes())]
     return origin
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat

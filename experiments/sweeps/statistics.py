@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -15,17 +15,58 @@ from emo.eval.results.stats import LEVEL, student
 WIDEST = 3.0  # largest absolute log temperature
 
 
-def estimate(values: Sequence[float], level: float = LEVEL) -> dict[str, float]:
-    """Return `mean`, `n`, and the limits `low` and `high` of Student's interval (NaN for one value)."""
+class Interval(TypedDict):
+    """The limits of an interval over n repetitions, NaN for one."""
+
+    low: float
+    high: float
+    n: int
+
+
+class Estimate(Interval):
+    """A mean over repetitions."""
+
+    mean: float
+
+
+class Difference(Estimate):
+    """A paired difference from a baseline."""
+
+    p: float  # of Student's test
+    p_holm: NotRequired[float]  # corrected over all rows of a metric
+
+
+class Verdict(Interval):
+    """An answer, and the decisive difference. Above zero is better."""
+
+    answer: str  # yes, no or undecided
+    effect: float
+
+
+class CellVerdict(Verdict):
+    """The verdict on a question in a cell of a study."""
+
+    outcome: str
+
+
+class MapRow(TypedDict):
+    """A cell of a study in map.json."""
+
+    V: int
+    share: float
+    draws: int
+    verdicts: dict[str, CellVerdict]  # by question
+
+
+def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
+    """Return the mean of repetitions with Student's interval."""
     interval = student(values, level)
     low, high = (interval.low, interval.high) if interval else (math.nan, math.nan)
     return {"mean": float(np.mean(values)), "low": low, "high": high, "n": len(values)}
 
 
-def paired_difference(
-    values: Sequence[float], baseline: Sequence[float], level: float = LEVEL
-) -> dict[str, float]:
-    """Return the estimate of values - baseline, paired by position, and `p` of Student's test."""
+def paired_difference(values: Sequence[float], baseline: Sequence[float], level: float = LEVEL) -> Difference:
+    """Return the estimate of values - baseline, paired by position."""
     gaps = np.subtract(values, baseline).tolist()
     result = estimate(gaps, level)
     if len(gaps) > 1 and len(set(gaps)) == 1:
@@ -37,7 +78,7 @@ def paired_difference(
 
 def paired_verdict(
     better: Sequence[float], others: Sequence[Sequence[float]], least: bool, level: float = LEVEL
-) -> dict[str, Any]:
+) -> Verdict:
     """Decide whether `better` beats all of `others`, by simultaneous paired intervals (Bonferroni).
 
     The `answer` is yes if all intervals lie on the better side of zero, no if at least one lies on the other
@@ -61,8 +102,8 @@ def paired_verdict(
     elif any(gap["high"] < 0 for gap in gaps):
         answer = "no"
     decisive = min(gaps, key=lambda gap: gap["high"] if answer == "no" else gap["mean"])
-    limits = {key: decisive[key] for key in ("low", "high", "n")}
-    return {"answer": answer, "effect": decisive["mean"], **limits}
+    low, high, effect = decisive["low"], decisive["high"], decisive["mean"]
+    return {"answer": answer, "effect": effect, "low": low, "high": high, "n": len(better)}
 
 
 def is_grid_end(chosen: str | float, grid: Iterable[str | float]) -> bool:

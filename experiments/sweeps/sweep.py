@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
 from emo.common.io.lease import hold_if_free
@@ -92,7 +92,7 @@ class Sweep:
         except UserError as error:
             raise UserError(f"{run.name}: {error}", code=error.code) from None
 
-    def variables(self, run: RunSpec, baseline: RunSpec | None = None) -> dict[str, Any]:
+    def variables(self, run: RunSpec, baseline: RunSpec | None = None) -> dict[str, object]:
         """Return the variables of a run's commands."""
         directory = self.directory(run)
         variables = {"run": run.name, "dir": directory, "export": directory / EXPORT}

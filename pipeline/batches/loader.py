@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from emo.data_prep.shards.scores import Scores
 from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..loss import plan_tokens
-from ..loss.models.head import BOUNDS, DOMAIN, LONGEST, segments
+from ..loss.models.head import BOUNDS, DOMAIN, LONGEST, MicroBatch, segments
 from .order import BatchOrder, MixedOrder
 
 
@@ -65,7 +65,7 @@ class Batches:
 
     def read(
         self, rows: np.ndarray, real: np.ndarray | None = None, with_domains: bool = False
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[MicroBatch]:
         """Yield micro-batches as arguments of the model, in pinned memory if the device is a GPU.
 
         Instead of labels they have the plan of the loss. They also have the bounds of the documents and any
@@ -107,7 +107,7 @@ class StepBatch(NamedTuple):
     rows: np.ndarray  # of the global batch, int64 [batch]
     valid: int  # supervised tokens of the global batch
     domains: list[int]  # supervised tokens of each domain; empty with a single domain
-    micro: list[dict[str, Any]]  # this rank's part, as arguments of the model
+    micro: list[MicroBatch]  # this rank's part, as arguments of the model
     written: Writing | None = None  # set if the model wrote the batch itself
 
 

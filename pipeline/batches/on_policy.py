@@ -35,7 +35,7 @@ from ..config import RunConfig
 from ..control.world import gather_objects
 from ..engine.engine import Engine
 from ..loss import plan_tokens
-from ..loss.models.head import BOUNDS, DEMONSTRATION, DOMAIN, LONGEST, TEACHER_POSITIONS, segments
+from ..loss.models.head import BOUNDS, DEMONSTRATION, DOMAIN, LONGEST, TEACHER_POSITIONS, MicroBatch, segments
 from ..model.export import unwrap
 from ..model.objectives import as_schedule, judged_objective
 from .loader import StepBatch, Writing
@@ -43,7 +43,7 @@ from .loader import StepBatch, Writing
 log = logging.getLogger(__name__)
 
 
-class Prompt(NamedTuple):
+class DocumentPrompt(NamedTuple):
     """The beginning of a document."""
 
     row: int  # of the micro-batch
@@ -52,7 +52,7 @@ class Prompt(NamedTuple):
     last: int  # last token of the answer
 
 
-def find_prompts(micro: dict[str, Any]) -> list[Prompt]:
+def find_prompts(micro: MicroBatch) -> list[DocumentPrompt]:
     """Return the part of each supervised document before its first supervised token.
 
     A document that is supervised from the start gives its first half.
@@ -72,11 +72,11 @@ def find_prompts(micro: dict[str, Any]) -> list[Prompt]:
             row = start // ids.shape[1]
             document = ids.reshape(-1)[start:end]
             given = document[length : answer[-1] + 2]
-            prompts.append(Prompt(row, document[:length], given, int(labels[start + answer[-1]])))
+            prompts.append(DocumentPrompt(row, document[:length], given, int(labels[start + answer[-1]])))
     return prompts
 
 
-def find_end_tokens(prompts: Sequence[Prompt], eos: int | None, special: Container[int]) -> Tensor:
+def find_end_tokens(prompts: Sequence[DocumentPrompt], eos: int | None, special: Container[int]) -> Tensor:
     """Return the tokens that end the text after each prompt, int64 [n, 2]; -1 for none.
 
     These are EOS and the special token with which a chat template ends the turn.
@@ -187,7 +187,7 @@ class Rows:
         self.filled[row] = last
         return first
 
-    def inputs(self, block: int) -> dict[str, Any]:
+    def inputs(self, block: int) -> MicroBatch:
         """Return the arguments of a model. Padding has positions below `block`."""
         for row, first in enumerate(self.filled):
             self.positions[row, first:] = torch.arange(self.ids.shape[1] - first) % block
@@ -196,11 +196,11 @@ class Rows:
 
 
 def repack_rows(
-    micro: dict[str, Any],
-    prompts: Sequence[Prompt],
+    micro: MicroBatch,
+    prompts: Sequence[DocumentPrompt],
     texts: Sequence[Sequence[int]],
     context: int | None = None,
-) -> dict[str, Any]:
+) -> MicroBatch:
     """Return a micro-batch of the same shape with prompts and texts, of which the texts are supervised.
 
     With a `context`, the teacher gets rows of twice the length. In these, each document begins with the
@@ -236,7 +236,7 @@ def repack_rows(
 
 
 def _examples(
-    prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], context: int | None
+    prompts: Sequence[DocumentPrompt], texts: Sequence[Sequence[int]], context: int | None
 ) -> Iterator[list[int] | None]:
     """Yield what the teacher reads before each document: nothing, or the prompt and its answer.
 
@@ -309,7 +309,9 @@ class OnPolicy:
         domains = totals.tolist() if batch.domains else []
         return StepBatch(batch.rows, int(totals.sum()), domains, micros, writing)
 
-    def _continue_prompts(self, prompts: Sequence[Prompt], first_row: int, step: int) -> list[list[int]]:
+    def _continue_prompts(
+        self, prompts: Sequence[DocumentPrompt], first_row: int, step: int
+    ) -> list[list[int]]:
         """Return the text after each prompt. `first_row` is the number of their row 0 in the global batch."""
         if not prompts and not self.together:
             return []

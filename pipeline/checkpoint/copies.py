@@ -303,7 +303,7 @@ class RunCopy:
             list(pool.map(fetch_file, files))
 
 
-def restore(config: RunConfig, identity: Identity) -> None:
+def fetch_records(config: RunConfig, identity: Identity) -> None:
     """Compare the run in `train.copy_to` with the recipe. Fetch its records if the run directory is new.
 
     Raises UserError for another run. A store that cannot be read is only reported if the run directory has

@@ -46,7 +46,7 @@ from ..loss.objectives import OBJECTIVES, Objective
 from ..model.adapters import hash_adapter
 from .claims import IDENTITY, MIXTURES, NEW_DIRECTORY, compare_keys, iterate_changes
 
-Identity = dict[str, Any]  # part -> JSON value
+Identity = dict[str, object]  # part -> JSON value
 
 # Name of each part in messages, and where to change it.
 PARTS = {
@@ -105,9 +105,8 @@ def identify(
         if hasattr(module, "peft_config"):
             (adapter,) = module.peft_config.values()
             settings = {k: v for k, v in adapter.to_dict().items() if k not in NOT_ADAPTERS}
-            identity["adapters"] = _digest(settings)
-            if (start := hash_adapter(config.model)) is not None:
-                identity["adapters"] += f" from {start}"
+            start = hash_adapter(config.model)
+            identity["adapters"] = _digest(settings) + ("" if start is None else f" from {start}")
     if data is not None:
         identity["data"] = data.fingerprint
         identity["validation"] = {name: rows.fingerprint for name, rows in validation.items()}

@@ -20,9 +20,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -108,7 +108,7 @@ class Saved(NamedTuple):
     groups: list[int]  # number of parameters in each group of the optimizer
     frozen: int  # digest of the frozen weights of the engine, to which adapters belong
     identity: Identity
-    progress: dict[str, Any]  # state of each component by name
+    progress: Mapping[str, Mapping[str, object]]  # state of each component by name
 
 
 class Saver:
@@ -135,7 +135,9 @@ class Saver:
                 part = names.index(node_name())
                 self._uploads = Uploads(config.output_dir, config.train.copy_to, part, len(names))
 
-    def save(self, step: int, tokens: int, progress: dict[str, Any], best: Best | None = None) -> None:
+    def save(
+        self, step: int, tokens: int, progress: Mapping[str, Mapping[str, object]], best: Best | None = None
+    ) -> None:
         """Start to write a checkpoint, when the previous one is complete. All ranks must call.
 
         Args:
@@ -294,7 +296,7 @@ class Saver:
                 os.fsync(file.fileno())  # COMPLETE must not survive a power cut that loses the files
         return hash_files(partial, names)
 
-    def export_info(self, step: int, tokens: int) -> dict[str, Any]:
+    def export_info(self, step: int, tokens: int) -> dict[str, object]:
         """Return the content of export.json: the origin of an export."""
         config = self.config
         data = settings(self.config.data)

@@ -25,7 +25,7 @@ from .stop import node_name
 
 COPY = "PIPELINE_HEARTBEAT"  # a file for a container's health check, which cannot know the run directory
 BEAT = 5.0  # seconds between two writes of that file
-RankState = dict[str, Any]  # the content of a rank's file
+RankState = dict[str, object]  # the content of a rank's file
 # What reading a pickle raises that is damaged or holds something else.
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError)
 
@@ -40,7 +40,7 @@ class RankHeartbeat:
         self._facts: RankState = {"rank": rank, "host": node_name(), "pid": os.getpid()}
         self._copied = -math.inf
 
-    def write(self, state: RankState, **facts: Any) -> None:
+    def write(self, state: RankState, **facts: object) -> None:
         """Write the rank's activity, with the latest measurements."""
         self._facts |= facts
         self._replace(self._path, state)

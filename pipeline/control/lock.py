@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from emo.common.errors import FailureError, UserError, may_pass
 from emo.common.io.files import write_text
@@ -103,7 +102,7 @@ class RunLock:
         if self._heartbeat is not None:
             self._heartbeat.write_copy(self._state)
 
-    def record_facts(self, **facts: Any) -> None:
+    def record_facts(self, **facts: object) -> None:
         """Write this rank's heartbeat with what was measured since the last log window."""
         if self._heartbeat is not None:
             self._heartbeat.write(self._state, **facts)

@@ -4,8 +4,8 @@ config.yaml      the resolved configuration, and the identity of its inputs (ide
 trunk.yaml       config.yaml of the run that train.decay_from names
 data_hashes.json the shards whose content was verified
 metrics.jsonl    a line per logged step, and per validation set and validated step
-validation/      the NLL of every document of each validation set, by step (monitor/validation.py), and the
-                 predictions of the model before training (monitor/base.py)
+validation/      the NLL of every document of each validation set, by step (monitor/documents.py), and the
+                 predictions of the model before training (validation/base.py)
 launches.jsonl   a line when a launch starts to train, and a line with the reason when it ends
 samples.jsonl    the model's continuations of train.sample_prompts at each checkpoint
 log.txt          output of the launcher, compilers and libraries
@@ -73,6 +73,7 @@ class Best(NamedTuple):
     value: float
 
 
+Record = dict[str, Any]  # a line of JSON
 FileFacts = dict[str, int | str]  # size and sha256 of a file
 
 
@@ -167,12 +168,12 @@ def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts
     return None
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[Record]:
     """Return a run's records, each with numbers by name. A record of a validation has a `set`."""
     return read_records(run_dir / METRICS)[0]
 
 
-def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_records(path: Path) -> tuple[list[Record], int]:
     """Return the objects with a `step` in a file of JSON lines, and the number of other lines."""
     records = []
     damaged = 0
@@ -184,7 +185,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, damaged
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _record(line: bytes) -> Record | None:
     with contextlib.suppress(ValueError):
         record = parse_json(line.decode())
         if isinstance(record, dict) and type(record.get("step")) is int:
@@ -215,7 +216,7 @@ def drop_records(path: Path, step: int) -> None:
             file.write(b"\n")
 
 
-def read_heartbeat(run_dir: Path) -> dict[str, Any]:
+def read_heartbeat(run_dir: Path) -> dict[str, object]:
     """Return the content of heartbeat.json, empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return dict(read_json(run_dir / HEARTBEAT))

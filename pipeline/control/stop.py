@@ -1,8 +1,8 @@
 """Stop requests: a signal, a file named STOP in the run directory, a time limit, or a launcher that died.
 
-The launch script starts a `Watch` before it imports large libraries, because imports take seconds, loading a
-large model takes minutes, and a request may arrive at any time. So this module needs the standard library
-only. A request's effect depends on the phase of the rank:
+The launch script starts a `SignalWatch` before it imports large libraries, because imports take seconds,
+loading a large model takes minutes, and a request may arrive at any time. So this module needs the standard
+library only. A request's effect depends on the phase of the rank:
 
 starting   (no process group yet) the rank exits at once
 loading    the ranks agree on the request before the first step, but exit at once if the launcher died
@@ -57,7 +57,7 @@ def leave_early() -> None:
         signal.signal(number, leave)
 
 
-class Watch:
+class SignalWatch:
     """Notices requests to stop this rank, and the death of the processes that started it.
 
     Start one per process, from the main thread before any other thread. It blocks the signals in this thread
@@ -175,7 +175,7 @@ class Watch:
 class StopRequest:
     """All the ways to request a stop of a run."""
 
-    def __init__(self, run_dir: Path, minutes: float | None, watch: Watch) -> None:
+    def __init__(self, run_dir: Path, minutes: float | None, watch: SignalWatch) -> None:
         """minutes: limit of this launch's duration."""
         self.file = run_dir / STOP
         self.watch = watch

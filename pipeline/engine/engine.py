@@ -12,7 +12,6 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import numpy as np
@@ -26,7 +25,7 @@ from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
 from ..loss import TopK
-from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, sum_by_document
+from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, MicroBatch, sum_by_document
 from .average import AVERAGED, WeightAverage, local_values
 from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .pace import OwnTime
@@ -34,7 +33,6 @@ from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector
 
 TAG = "state"  # directory of DeepSpeed's state in a checkpoint
-MicroBatch = dict[str, Any]  # keyword arguments of the model
 
 
 class Engine:

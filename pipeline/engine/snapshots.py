@@ -10,7 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Snapshots(TorchCheckpointEngine):
         return [Path(path) for _, path in waiting]
 
 
-def _check_finite(state: dict[str, Any]) -> None:
+def _check_finite(state: Mapping[str, Any]) -> None:
     buffers = set(state.get("buffer_names") or ())
     for keys, leaf in pytree.tree_leaves_with_path(state):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():

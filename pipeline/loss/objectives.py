@@ -421,7 +421,7 @@ def _bind(name: str, function: ObjectiveFunction, params: Options) -> Objective:
     )
 
 
-def _split_parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _split_parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, object]]:
     """Return the names of a function's positional parameters, and its options with their defaults."""
     parameters = inspect.signature(function).parameters
     positional = tuple(key for key, p in parameters.items() if p.kind is not p.KEYWORD_ONLY)

@@ -7,6 +7,7 @@ rest. This can only make a divergence smaller (data processing inequality).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -117,7 +118,7 @@ def merge_others(log_p: Tensor, ids: Tensor) -> Tensor:
 class TeacherModel(Protocol):
     """A model that teaches the one being trained (`models/frozen.py`)."""
 
-    def run_batch(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
+    def run_batch(self, tokens: int, inputs: Mapping[str, Any]) -> Teacher:
         """Return its side of a batch of `tokens` tokens."""
         ...
 

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.io.files import sha256, write_text
+from emo.common.io.hub import hub_directory
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import ADAPTER as SETTINGS
-from emo.common.io.weights import ADAPTER_FILE, explain_hub_error
+from emo.common.io.weights import ADAPTER_FILE
 
 from ..loss.models.head import require_plain_head
 from .config import LoraConfig, ModelConfig
@@ -87,12 +88,8 @@ def _find_adapter(source: str) -> Path:
     """Return the directory of an adapter, downloading it from the Hub if necessary."""
     directory = Path(source)
     if not directory.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            directory = Path(snapshot_download(source, allow_patterns=[SETTINGS, ADAPTER_FILE]))
-        except Exception as error:  # the hub raises many kinds of errors
-            raise UserError(f"model.lora.path: {explain_hub_error(source, error)}", code="adapter") from None
+        files = [SETTINGS, ADAPTER_FILE]
+        directory = hub_directory(source, None, "model.lora.path: ", code="adapter", allow_patterns=files)
     for name in (SETTINGS, ADAPTER_FILE):
         if not (directory / name).is_file():
             problem = f"model.lora.path={source} has no {name}, so it is not an adapter in PEFT's format"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,9 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
     return hf_config
 
 
-def _differences(hf_config: PretrainedConfig, expected: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    hf_config: PretrainedConfig, expected: Mapping[str, object]
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, actual and expected value of each setting that differs, also in nested configurations."""
     for name, value in expected.items():
         actual = getattr(hf_config, name, None)

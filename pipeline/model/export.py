@@ -336,7 +336,7 @@ def write_metadata(base: PreTrainedModel, config: RunConfig, target: Path, info:
     write_text(target / "README.md", _model_card(config, info))
 
 
-def special_ids(config: RunConfig, model_ends: list[int | None]) -> tuple[dict[str, Any], list[int]]:
+def special_ids(config: RunConfig, model_ends: list[int | None]) -> tuple[dict[str, object], list[int]]:
     """Return the special token ids for an export's settings, and the ids that end the prepared data.
 
     A model stops at its own end tokens and at those of the data it was trained on. The ids of a new model are
@@ -349,7 +349,7 @@ def special_ids(config: RunConfig, model_ends: list[int | None]) -> tuple[dict[s
     is_new = config.model.path is None
     ends = [token for token in [*([] if is_new else model_ends), *data_ends] if token is not None]
     ends = list(dict.fromkeys(ends))
-    settings: dict[str, Any] = {"bos_token_id": manifest.bos_id} if is_new else {}
+    settings: dict[str, object] = {"bos_token_id": manifest.bos_id} if is_new else {}
     if ends:
         settings["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     return settings, data_ends

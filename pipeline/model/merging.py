@@ -16,7 +16,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,11 +24,10 @@ from torch import Tensor
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import reset_modes, write_text
-from emo.common.io.untrusted import read_json
 from emo.common.io.weights import CONFIG, load_causal_lm, load_model_config, shard_names
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 
-from ..control.run_dir import EXPORT_INFO
+from ..control.run_dir import EXPORT_INFO, read_export_info
 from .export import write_shards
 
 WEIGHTS = "model.safetensors"
@@ -110,10 +109,10 @@ def _slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
     return (torch.sin((1 - t) * angle) * a + torch.sin(t * angle) * b) / torch.sin(angle)
 
 
-def _architecture(directory: Path) -> dict[str, Any]:
+def _architecture(directory: Path) -> dict[str, object]:
     """Return the configuration with the defaults of its class, which published files may lack."""
     try:
-        settings: dict[str, Any] = load_model_config(directory).to_dict()
+        settings: dict[str, object] = load_model_config(directory).to_dict()
     except (OSError, ValueError) as error:
         raise _damaged(directory, error) from None
     return {key: value for key, value in settings.items() if key not in NOT_ARCHITECTURE}
@@ -179,8 +178,8 @@ def _write_settings(models: Sequence[Path], base: Path | None, merge: Merge, tar
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
         if path.is_file() and not is_weights:
             shutil.copyfile(path, target / path.name)
-    info: dict[str, Any] = {}
+    info: dict[str, object] = {}
     with contextlib.suppress(OSError, ValueError):
-        info = read_json(models[-1] / EXPORT_INFO)
+        info = read_export_info(models[-1])
     facts = merge._asdict() | {"models": [str(model) for model in models], "base": base and str(base)}
     write_text(target / EXPORT_INFO, json.dumps(info | {"merged": facts}, indent=1))

@@ -14,7 +14,7 @@ from emo.common.errors import nearest
 SectionType = TypeVar("SectionType", bound=Section)
 
 
-def _parse(section: type[SectionType], tree: dict[str, Any]) -> SectionType:
+def _parse(section: type[SectionType], tree: object) -> SectionType:
     """Validate a section inside a union, so that an error names its key, not all members of the union."""
     try:
         return section.model_validate(tree)

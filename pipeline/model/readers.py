@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def check_exported_tokenizer(directory: Path, rows: Tensor) -> None:
         raise UserError(f"{problem}. {cure}", code="tokenizer-class")
 
 
-def write_config(directory: Path, changes: dict[str, Any]) -> None:
+def write_config(directory: Path, changes: Mapping[str, object]) -> None:
     """Rewrite a saved config.json with `changes`, and with the names that transformers 4 reads."""
     text = (directory / CONFIG).read_text(encoding="utf-8")
     tree = json.loads(text, object_hook=_parse_infinity) | changes
@@ -146,7 +146,7 @@ def write_config(directory: Path, changes: dict[str, Any]) -> None:
     write_text(directory / CONFIG, json.dumps(tree, indent=2, sort_keys=True) + "\n")
 
 
-def _parse_infinity(tree: dict[str, Any]) -> Any:
+def _parse_infinity(tree: dict[str, str]) -> dict[str, str] | float:
     """Return a JSON object, or the float for which transformers 5 writes an object because it is infinite."""
     return float(tree["__float__"]) if tree.keys() == {"__float__"} else tree
 

@@ -28,6 +28,7 @@ from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..engine.average import AVERAGED
 from ..engine.devices import usable_attention
+from ..engine.ds_config import DsConfig
 from ..loss import fuse_model, get_objective, probe_model
 from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
 from ..loss.models.head import packing_problem
@@ -111,7 +112,7 @@ def teacher_identity(config: RunConfig, world: World) -> str | None:
 
 
 def add_teacher(
-    model: Any, config: RunConfig, ds_config: dict[str, Any], world: World, packs: bool
+    model: Any, config: RunConfig, ds_config: DsConfig, world: World, packs: bool
 ) -> dict[str, nn.Parameter]:
     """Load the live teacher of a recipe, if any, and attach it to the trained model. All ranks must call.
 
@@ -135,9 +136,9 @@ def add_teacher(
     if config.model.lora is not None:
         fused = model.get_base_model()
         fused.base_teacher = BaseTeacher(model)
+    zero = ds_config["zero_optimization"]
     if config.objective.average_decay is not None:
-        offload = ds_config["zero_optimization"].get("offload_param") or {}
-        if offload.get("device") == "nvme":
+        if (zero.get("offload_param") or {}).get("device") == "nvme":
             problem = "objective.teacher.ema does not work with weights on NVMe (offload_param)"
             raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
         if config.model.lora is not None:
@@ -151,9 +152,18 @@ def add_teacher(
     settings = teacher_config(config)
     if settings is None:
         return {}
-    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
+    if zero.get("zero_hpz_partition_size", 1) > 1:
         problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
         raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
+    teacher, engine = _load_teacher(settings, ds_config, world, packs)
+    fused.teacher = LiveTeacher(teacher, temperature, engine)
+    if reference == BASE:
+        fused.base_teacher = fused.teacher
+    return dict(teacher.named_parameters())
+
+
+def _load_teacher(settings: ModelConfig, ds_config: DsConfig, world: World, packs: bool) -> tuple[Any, Any]:
+    """Return a frozen model that ends in the fused head, and its engine under ZeRO-3."""
     assert settings.path is not None
     attn = usable_attention(settings, load_model_config(settings.path, settings.revision))
     teacher: Any = load_pretrained(settings.path, settings.revision, settings.dtype, attn, KEY)
@@ -171,10 +181,7 @@ def add_teacher(
         if packs:
             raise UserError(f"the teacher: {packing_problem(teacher)}", code="packing")
         teacher.packing = "alone"
-    fused.teacher = LiveTeacher(teacher, temperature, engine)
-    if reference == BASE:
-        fused.base_teacher = fused.teacher
-    return dict(teacher.named_parameters())
+    return teacher, engine
 
 
 def add_averaged_adapters(model: Any, temperature: float) -> dict[str, nn.Parameter]:

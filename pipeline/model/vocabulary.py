@@ -76,15 +76,15 @@ def extend_model(
         old.decode(text_ids(old, text)[:MEASURED_TOKENS], skip_special_tokens=True)
         for text in itertools.islice(iterate_texts(held_out, old), MEASURED_DOCUMENTS)
     ]
-    before = measure(model, old, documents)
+    before = measure_texts(model, old, documents)
     resize(model, extension, multiple)
 
     def write(directory: Path) -> None:
         model.save_pretrained(directory)
-        write_tokenizer(config.data.dir / "tokenizer", extension, directory)
+        write_extended_tokenizer(config.data.dir / "tokenizer", extension, directory)
 
     complete_export(target, write, load_tokenizer)
-    after = measure(model, load_tokenizer(target), documents)
+    after = measure_texts(model, load_tokenizer(target), documents)
     return Extended(len(extension.parts), before, after)
 
 
@@ -119,7 +119,7 @@ def resize(model: Any, extension: Extension, multiple: int) -> None:
                 tensor[new] = tensor[old].float().mean(0) if old else mean
 
 
-def write_tokenizer(source: Path, extension: Extension, target: Path) -> None:
+def write_extended_tokenizer(source: Path, extension: Extension, target: Path) -> None:
     """Write the extended tokenizer with the settings and the chat template of the old one."""
     for name in SETTINGS:  # but no file with the old vocabulary
         if (source / name).is_file():
@@ -128,7 +128,7 @@ def write_tokenizer(source: Path, extension: Extension, target: Path) -> None:
     save_tokenizer(target, None, target)
 
 
-def measure(model: nn.Module, tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Measured:
+def measure_texts(model: nn.Module, tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Measured:
     """Return tokens and loss per character of the documents, without their first token."""
     tokens = characters = 0
     nll = 0.0

@@ -1,1 +1,1 @@
-"""Components that log, measure and check a run while it trains."""
+"""Components that log and check a run while it trains, and what they record."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +50,12 @@ class Component:
     def after_save(self, state: RunState) -> None:
         """Handle a checkpoint of a run that continues or is finished."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON can hold it."""
+    def state_dict(self) -> dict[str, object]:
+        """Return the state that a checkpoint keeps, as JSON can hold it. Components with a name have one."""
         return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict` in the checkpoint that the run resumes from."""
 
     def close(self) -> None:
         """Write what is left. Called once, after the last step."""

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -131,11 +132,12 @@ class Console(logging.Handler):
         """Redraw the progress line on a terminal, at most every DRAW_EVERY seconds."""
         if self.kind == "terminal" and self._is_due(DRAW_EVERY):
             if self._bar is None:
-                options: dict[str, Any] = {"bar_format": "{desc}", "desc": " ", "dynamic_ncols": True}
-                self._bar = tqdm(file=self._stream, leave=False, **options)
+                self._bar = tqdm(
+                    file=self._stream, leave=False, bar_format="{desc}", desc=" ", dynamic_ncols=True
+                )
             self._bar.set_description_str(str(progress))
 
-    def record(self, record: dict[str, Any], progress: Progress) -> None:
+    def record(self, record: Mapping[str, object], progress: Progress) -> None:
         """Show a record of metrics.jsonl, in which NaN and infinities are None."""
         if self.kind == "json":
             self.event("", "train", **record)

@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class Guard(Component):
         config: MonitorConfig,
         writes: bool,
         provenance: Callable[[np.ndarray], list[Any]],
-        state: dict[str, Any] | None = None,
     ) -> None:
         """Create the guard of one rank.
 
@@ -54,23 +53,24 @@ class Guard(Component):
             config: thresholds.
             writes: whether this rank writes bad_batches.jsonl.
             provenance: returns the origin of rows, by their numbers.
-            state: `state_dict` of the checkpoint from which the run resumes.
         """
         self.path = run_dir / BAD_BATCHES
         self.config = config
         self.writes = writes
         self._provenance = provenance
-        state = state or {}
-        self._in_a_row = int(state.get("in_a_row", 0))
+        self._in_a_row = 0
         # Recent losses of applied steps. Batches that the model writes are compared with their own kind.
         self._recent: dict[str, deque[float]] = collections.defaultdict(lambda: deque(maxlen=WINDOW))
-        for name, values in state.get("usual", {}).items():
-            self._recent[name].extend(values)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the recent losses that spike detection needs after a resume."""
         usual = {name: list(values) for name, values in self._recent.items()}
         return {"in_a_row": self._in_a_row, "usual": usual}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._in_a_row = state["in_a_row"]
+        for name, values in state["usual"].items():
+            self._recent[name].extend(values)
 
     def after_step(self, state: RunState, batch: StepBatch, totals: StepTotals) -> None:
         """Warn of a step that is not finite or jumps. Raises UserError when the run must end."""

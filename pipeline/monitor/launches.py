@@ -10,8 +10,8 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from emo.common.errors import one_line
 from emo.common.provenance import code_version, library_versions
@@ -80,7 +80,7 @@ class Launch:
             log.info("%s: %s", name, text)
         for warning in collect_warnings(config, run, on_cpu=not on_gpu()):
             log.warning(warning)
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "step": step,
             "tokens": tokens,
             "steps": run.steps,
@@ -129,15 +129,15 @@ class Launch:
             with contextlib.suppress(OSError):  # a full disk may be the reason for the end
                 self._append("end", step=max(step, self._step), how=outcome, reason=self.reason)
 
-    def _append(self, event: str, **fields: Any) -> None:
+    def _append(self, event: str, **fields: object) -> None:
         append(self._run_dir / LAUNCHES, {"event": event, "time": time.time(), **fields})
 
 
-def _log_event(line: str, event: str, **fields: Any) -> None:
+def _log_event(line: str, event: str, **fields: object) -> None:
     log.info("%s", line, extra={"event_fields": {"event": event, **fields}})
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
+def append(path: Path, record: Mapping[str, object]) -> None:
     """Append a record to a file of JSON lines, whose last line may be incomplete after a crash."""
     with path.open("a+b") as file:
         file.seek(max(0, file.tell() - 1))

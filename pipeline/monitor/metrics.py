@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -19,15 +19,15 @@ from emo.common.io.files import replace_nonfinite
 from emo.data_prep.config import VALIDATION, split_of
 
 from ..batches.loader import StepBatch
-from ..config import RunConfig
+from ..config import RunConfig, flatten
 from ..control.run_dir import METRICS, drop_records
 from ..engine.devices import on_gpu
 from ..engine.hardware import GIB
 from ..engine.totals import StepTotals
 from ..loss.fused import summarize_weights
-from . import validation
 from .component import Component, RunState
 from .console import Console, Progress
+from .documents import Documents, compute_change, drop_documents, read_documents, write_documents
 from .loggers import LOGGERS
 from .stragglers import Stragglers
 
@@ -82,10 +82,11 @@ class Window:
         self.weights = _add_lists(self.weights, totals.weights)
         self.domains = [_add_lists(*two) for two in zip(self.domains, totals.domains, strict=True)]
 
-    def record(self, domains: Sequence[str]) -> dict[str, Any]:
+    def record(self, domains: Sequence[str]) -> dict[str, object]:
         """Return means over the window, also of each domain if there are several."""
         applied = self.steps - self.skipped
-        record: dict[str, Any] = means_per_token(self, self.applied_tokens) | {
+        record: dict[str, object] = {
+            **means_per_token(self, self.applied_tokens),
             "grad_norm": _mean(self.norm, applied),
             "grad_norm_max": self.largest_norm if applied else math.nan,
             "skipped": self.skipped,
@@ -129,7 +130,6 @@ class Metrics(Component):
         active: bool,
         facts: RunFacts,
         console: Console,
-        window: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Open the files and loggers of the run.
@@ -140,7 +140,6 @@ class Metrics(Component):
             active: whether this is rank 0.
             facts: facts about the run.
             console: shows progress and records.
-            window: `state_dict` of the checkpoint from which the run resumes.
             clock: returns the time in seconds.
         """
         self.active = active
@@ -151,14 +150,14 @@ class Metrics(Component):
         if not active:
             return
         self._facts = facts
-        self._window = Window(**json.loads(json.dumps(window or {}).replace("null", "NaN")))
+        self._window = Window()
         self._stragglers = Stragglers(facts.hosts)
         self._console = console
         every = {"validation": config.train.eval_steps * facts.validates, "save": config.train.save_steps}
         self._progress = Progress(start.step, start.steps, every)
         self._epochs_per_step = config.train.global_batch_size / facts.rows if facts.rows else math.nan
         self._run_dir = config.output_dir
-        validation.drop_documents(self._run_dir, start.step)
+        drop_documents(self._run_dir, start.step)
         drop_records(self._run_dir / METRICS, start.step)
         self._file = (self._run_dir / METRICS).open("a", encoding="utf-8")
         self._warned = False  # that a tracker failed
@@ -192,7 +191,7 @@ class Metrics(Component):
         `memory_gib` is the largest memory that rank 0's GPU held. `rank_seconds_...` are the seconds per step
         in which a rank does not wait for others (engine/pace.py).
         """
-        record = {"step": state.step, "tokens": state.tokens, "lr": state.lr}
+        record: dict[str, object] = {"step": state.step, "tokens": state.tokens, "lr": state.lr}
         record |= self._window.record(self._facts.domains)
         if self._facts.peak_share is not None:
             record["mfu"] = self._facts.peak_share * _mean(self._window.steps, self._window.seconds)
@@ -200,15 +199,17 @@ class Metrics(Component):
             record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB  # does not wait for the device
         record |= self._stragglers.record(_mean(self._window.seconds, self._window.steps))
         self._window = Window(domain_tokens=self._window.domain_tokens)
-        self._console.record(self._write("train", record), self._progress)
+        self._console.record(self._write("train", state.step, record), self._progress)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the steps since the last record."""
         return replace_nonfinite(asdict(self._window)) if self.active else {}
 
-    def record_validation(
-        self, state: RunState, name: str, totals: StepTotals, documents: validation.Documents
-    ) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.active:
+            self._window = Window(**json.loads(json.dumps(state).replace("null", "NaN")))
+
+    def record_validation(self, state: RunState, name: str, totals: StepTotals, documents: Documents) -> None:
         """Record a pass over the validation set `name`, and how its NLL changed since step 0."""
         if not self.active:
             return
@@ -216,13 +217,13 @@ class Metrics(Component):
         if not math.isnan(totals.kl_from_base):
             means["validation_kl_from_base"] = _mean(totals.kl_from_base, totals.tokens)
         record = {"step": state.step, "tokens": state.tokens, "set": name, **means}
-        validation.write_documents(self._run_dir, name, state.step, documents)
-        start = validation.read_documents(self._run_dir, name, 0) if state.step else None
-        changed = None if start is None else validation.compute_change(start, documents)
+        write_documents(self._run_dir, name, state.step, documents)
+        start = read_documents(self._run_dir, name, 0) if state.step else None
+        changed = None if start is None else compute_change(start, documents)
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}
-        event = self._write(split_of(name), record)
+        event = self._write(split_of(name), state.step, record)
         labels = {"loss": "loss", "nll": "NLL", "perplexity": "perplexity", "demd": "DEMD"}
         labels |= {"divergence": "divergence", "kl_from_base": "KL from base"}
         values = ((label, event.get(f"validation_{key}")) for key, label in labels.items())
@@ -244,21 +245,20 @@ class Metrics(Component):
             for logger in reversed(self._loggers):
                 self._call_tracker(logger.close)
 
-    def _write(self, group: str, record: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, group: str, step: int, record: Mapping[str, object]) -> dict[str, Any]:
         """Write a record. Return it with None instead of numbers that are not finite.
 
         metrics.jsonl also has `time`, the seconds since 1970 (UTC), and `epoch`, the passes over the data.
         """
-        record = replace_nonfinite(record)
-        step = int(record["step"])
-        line = replace_nonfinite({"time": time.time(), "epoch": self._epochs_per_step * step}) | record
+        finite: dict[str, Any] = replace_nonfinite(record)
+        line = replace_nonfinite({"time": time.time(), "epoch": self._epochs_per_step * step}) | finite
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         measured = {key: value for key, value in line.items() if key not in NOT_MEASURED}
-        values = dict(_flatten(measured, group))
+        values = dict(flatten({group: measured}, "/"))
         for logger in self._loggers:
             self._call_tracker(functools.partial(logger.log, values, step))
-        return record
+        return finite
 
     def _call_tracker(self, call: Callable[[], None]) -> None:
         """Call a tracker. Training continues if it fails."""
@@ -290,10 +290,3 @@ def _mean(total: float, count: float) -> float:
 
 def _add_lists(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
-
-
-def _flatten(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield every value of a record with its path, as in `train/domains/home/nll`."""
-    for key, value in record.items():
-        inner = f"{path}/{key}"
-        yield from _flatten(value, inner) if isinstance(value, dict) else [(inner, value)]

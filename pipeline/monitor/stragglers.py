@@ -6,7 +6,6 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Stragglers:
             self._sums = [a + b for a, b in zip(self._sums, seconds, strict=True)]
             self._steps += 1
 
-    def record(self, step_seconds: float) -> dict[str, Any]:
+    def record(self, step_seconds: float) -> dict[str, float | str]:
         """Return the window's part of a record in metrics.jsonl, and start the next window.
 
         step_seconds: duration of a whole step, on average.

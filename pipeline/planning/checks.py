@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from ..checkpoint import identity
 from ..checkpoint.identity import Identity
 from ..config import RunConfig, TrainConfig
 from ..engine.devices import check_gpus, usable_attention
-from ..engine.ds_config import check_deepspeed_host, deepspeed_config, parameter_groups
+from ..engine.ds_config import DsConfig, check_deepspeed_host, deepspeed_config, parameter_groups
 from ..engine.schedule import check_branch_steps
 from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
@@ -56,7 +55,7 @@ class ResolvedRecipe:
     """A recipe resolved for a number of ranks, without its data."""
 
     batch: Batch
-    ds_config: dict[str, Any]
+    ds_config: DsConfig
     objective: Objective
     hf_config: PretrainedConfig
     model: nn.Module  # on the meta device, with adapters
@@ -168,7 +167,7 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
     return PlannedRun(**vars(resolved), data=data, steps=steps, order=order)
 
 
-def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, dict[str, Any]]:
+def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, DsConfig]:
     """Return the batch and the DeepSpeed configuration. If `here`, also check this host."""
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, ranks)
     ds_config = deepspeed_config(config, batch)
@@ -186,7 +185,7 @@ def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, d
 def _resolve_model(
     config: RunConfig,
     batch: Batch,
-    ds_config: dict[str, Any],
+    ds_config: DsConfig,
     objective: Objective,
     sets: Sequence[TokenDataset],
     *,

@@ -36,7 +36,7 @@ from ..batches.config import Batch, solve_batch
 from ..batches.order import REPEATED, MixedOrder, Portion
 from ..config import RunConfig, load_config
 from ..engine.devices import on_gpu
-from ..engine.ds_config import deepspeed_config, zero_stage
+from ..engine.ds_config import DsConfig, deepspeed_config, zero_stage
 from ..engine.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
 from ..engine.schedule import draw_schedule
 from ..loss.objectives import Objective
@@ -113,7 +113,7 @@ def _first_value(text: PretrainedConfig, names: Sequence[str]) -> Any:
 def setup_of(
     config: RunConfig,
     batch: Batch,
-    ds_config: dict[str, Any],
+    ds_config: DsConfig,
     objective: Objective,
     attended: float | None = None,
 ) -> Setup:
@@ -635,7 +635,7 @@ def write_recipe(
         cluster: The GPUs, for the comment at the top.
     """
     settings = [*overrides, *(f"{key}={value}" for key, value in choice.settings.items())]
-    tree: dict[str, Any] = {}
+    tree: dict[str, object] = {}
     for setting in settings:
         apply_override(tree, setting)
     base = os.path.relpath(shipped(recipe).resolve(), path.parent.resolve())

@@ -73,7 +73,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_
     return complete
 
 
-def _identify_scores(config: RunConfig, top_k: int | None) -> dict[str, Any]:
+def _identify_scores(config: RunConfig, top_k: int | None) -> dict[str, object]:
     """Return the facts that identify scores: the model and its weights, and K."""
     assert config.model.path is not None
     files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))

@@ -17,7 +17,7 @@ from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe_
 
 from ..control.run_dir import EXPORT
 from ..monitor.console import duration
-from ..monitor.validation import Change
+from ..monitor.documents import Change
 from .runs import KILLED, KL, Gain, RecordedRun, compute_gains, describe_end
 
 COLOURED = 8  # runs that curves show in colour, not grey

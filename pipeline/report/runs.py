@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from emo.common.config.recipe import read_written
 from emo.common.errors import UserError, nearest
@@ -24,15 +24,15 @@ from ..control.run_dir import (
     LAUNCHES,
     METRICS,
     SAMPLES,
+    Record,
     read_best,
     read_heartbeat,
     read_records,
 )
-from ..monitor.validation import FEWEST, Change, compute_change, read_documents
+from ..monitor.documents import FEWEST, Change, compute_change, read_documents
 
 KILLED = "ended without a record"  # the process was killed or the machine failed
 KL = "validation_kl_from_base"
-Record = dict[str, Any]
 
 
 class RecordedRun:

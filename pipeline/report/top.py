@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from emo.common.errors import UserError
 from emo.common.io.untrusted import number
@@ -57,18 +57,18 @@ def format_ranks(run_dir: Path, now: float) -> tuple[str, bool]:
     return "\n".join(map(printable, lines)), not alive
 
 
-def _row(rank: int, state: dict[str, Any], now: float) -> tuple[str, ...]:
+def _row(rank: int, state: Mapping[str, object], now: float) -> tuple[str, ...]:
     """Return the cells of a rank."""
     texts = (str(rank), str(state.get("host")), str(state.get("doing")), formatted(state.get("step")))
     return (*texts, _age(state, now), *(formatted(state.get(key), form) for key, form in FIGURES.items()))
 
 
-def _age(state: dict[str, Any], now: float) -> str:
+def _age(state: Mapping[str, object], now: float) -> str:
     then = number(state.get("time"))
     return DASH if then is None else duration(max(0.0, now - then))
 
 
-def _number(state: dict[str, Any], key: str) -> float:
+def _number(state: Mapping[str, object], key: str) -> float:
     """Return a number of a rank's file, or minus infinity."""
     value = number(state.get(key))
     return -math.inf if value is None else value

@@ -128,7 +128,7 @@ def _ours(config: RunConfig, world: World, clock: Clock) -> None:
 
     from emo.pipeline import trainer as train
     from emo.pipeline.batches.loader import Loader
-    from emo.pipeline.control.stop import Watch
+    from emo.pipeline.control.stop import SignalWatch
     from emo.pipeline.engine.engine import Engine
     from emo.pipeline.monitor.console import Console
 
@@ -143,7 +143,7 @@ def _ours(config: RunConfig, world: World, clock: Clock) -> None:
     for name in ("forward", "backward", "step"):
         within(DeepSpeedEngine, name, lambda: clock.counted(-1))
     within(Loader, "_read", lambda: clock.counted(1))
-    train.Trainer(config, world, Watch(), Console("quiet")).run()
+    train.Trainer(config, world, SignalWatch(), Console("quiet")).run()
 
 
 def _bare(config: RunConfig, world: World, clock: Clock) -> None:

@@ -22,7 +22,7 @@ import torch
 from emo.pipeline.checkpoint.saver import Saver
 from emo.pipeline.cli import leave
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.control.stop import Watch
+from emo.pipeline.control.stop import SignalWatch
 from emo.pipeline.control.world import end_world
 from emo.pipeline.engine import hardware
 from emo.pipeline.engine.engine import Engine
@@ -132,7 +132,7 @@ def main() -> int:
     watcher = Watcher(None if args.whole else args.steps, args.waits and GPU)
     began = time.perf_counter()
     with contextlib.suppress(EnoughError):
-        Trainer(config, world, Watch(), Console("lines" if world.is_main else "quiet")).run()
+        Trainer(config, world, SignalWatch(), Console("lines" if world.is_main else "quiet")).run()
     results = {key: value for key, value in vars(watcher).items() if not key.startswith("_")}
     results |= {"predicted": prediction, "total": time.perf_counter() - began}
     args.to.write_text(json.dumps(results, indent=1) + "\n")

@@ -310,7 +310,7 @@ def make_replies(directory: Path) -> None:
 def _summarise(judged: pairs.Judged) -> None:
     numbers = results.summarise_judgement(judged, results.default_title(judged))
     assert 0 <= numbers["read"] <= numbers["pairs"] == len(judged.rows)
-    _ = list(results.describe(numbers))
+    _ = list(results.describe_judgement(numbers))
 
 
 @target("replies", make_replies, "jsonl.jsonl", "openai.jsonl")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def write_model(out: Path, name: str, **facts: Any) -> Path:
     """The directory of a described model without results."""
     directory = out / MODELS / name
     directory.mkdir(parents=True, exist_ok=True)
-    description = {"name": name, "path": f"models/{name}", "weights": store.digest(name), "facts": facts}
+    description = {"name": name, "path": f"models/{name}", "weights": store.digest_json(name), "facts": facts}
     description |= {"tokenizer": "t", "dtype": "auto"}
     (directory / MODEL).write_text(store.dump(description))
     return directory
@@ -35,7 +34,7 @@ def write_result(
     title: str = "", lost: Sequence[int] = (), **compared: Any,
 ) -> None:  # fmt: skip
     """A finished result of `name`; compared: conditions that differ from COMPARED; lost: demonstrations."""
-    key = store.digest([str(out), name, task])[:32]
+    key = store.digest_json([str(out), name, task])[:32]
     records: list[dict[str, Any]] = [
         {"row": i, "id": 2 * i, "gold": "a", "prediction": "a" if ok else "b", "demonstrations": [],
          "group": groups[i] if groups else "", "scores": {"openicl_ppl": [2.0 - ok, 1.0 + ok]}}
@@ -45,9 +44,8 @@ def write_result(
         record |= {"dropped": dropped, "cut": 0}
     chunk = out / "store" / key / "chunks" / "00000.json"
     chunk.parent.mkdir(parents=True, exist_ok=True)
-    chunk.write_text(store.seal(records))
-    actual = asdict(stats.accuracy(list(right), groups))
-    actual = {"accuracy": actual.pop("value"), **actual}
+    chunk.write_text(store.seal_json(records))
+    actual = stats.accuracy(list(right), groups).to_json()
     mistakes = [
         {"row": r["row"], "id": r["id"], "text": "a text", "gold": "a", "prediction": "b", "dropped": 0,
          "scores": {"a": 2.0, "b": 1.0}, "demonstrations": [{"text": "a text", "label": "a"}]}
@@ -63,7 +61,7 @@ def write_result(
         "conditions": {"compared": COMPARED | compared, "noted": noted},
     }  # fmt: skip
     rows_of = {"from_hub": False, "hub": None, "split": "test"}
-    view = {"key": key, "weights": store.digest(name), "rows": rows_of, "result": result}
+    view = {"key": key, "weights": store.digest_json(name), "rows": rows_of, "result": result}
     (out / MODELS / name / f"{task}.json").write_text(store.dump(view))
 
 
@@ -74,7 +72,7 @@ def finish(out: Path, when: float = 1.8e9, from_hub: bool = False, hub: str = "S
         if path.name == MODEL:
             continue
         sealed = out / store.STORE / view["key"] / store.RESULT
-        sealed.write_text(store.seal(view["result"]))
+        sealed.write_text(store.seal_json(view["result"]))
         os.utime(sealed, (when, when))
         before = {"path": hub, "name": None, "revision": "00ea8cc"}
         path.write_text(store.dump(view | {"rows": {"from_hub": from_hub, "hub": before, "split": "test"}}))

@@ -28,7 +28,7 @@ from emo.launch.rank import leave, run_recipe
 from emo.pipeline import trainer as train
 from emo.pipeline.batches.loader import Loader
 from emo.pipeline.control.run_dir import checkpoints, read_metrics, step_of
-from emo.pipeline.control.stop import Watch
+from emo.pipeline.control.stop import SignalWatch
 from emo.pipeline.engine import start
 from emo.pipeline.engine.engine import Engine
 from emo.pipeline.model import build as model
@@ -130,4 +130,4 @@ if __name__ == "__main__":
         fault(*disturbance.split("@"))
     else:
         DISTURBANCES[disturbance](Path(run_dir))
-    leave(run_recipe(Watch(), arguments))
+    leave(run_recipe(SignalWatch(), arguments))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from emo.pipeline.cli import run
+from emo.pipeline.cli import run_and_exit
 from emo.pipeline.planning import health, preflight
 
 
@@ -33,4 +33,4 @@ if __name__ == "__main__":
     preflight.node_name = lambda: f"host-{min(rank, 2)}"
     if rank == 1:
         measure_slowly(0.15)
-    run(["preflight", *sys.argv[1:]])
+    run_and_exit(["preflight", *sys.argv[1:]])

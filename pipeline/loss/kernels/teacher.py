@@ -25,6 +25,7 @@ from ..rows import Chunk, Terms
 from ..teacher import TeacherRows, TopK
 from .objectives import WARPS, complete_logits
 
+Flags = dict[str, bool | int | str]  # constants that a kernel is compiled for
 BLOCK = 2048  # columns in flight, for each of student, teacher and result
 
 
@@ -345,13 +346,13 @@ def _pad_bias(bias: Tensor | None, logits: Tensor, width: int) -> Tensor:
 
 def _student_arguments(
     logits: Tensor, G: Tensor, chunk: Chunk, terms: Terms, width: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], Flags]:
     """Return the pointers and flags of a kernel that concern the student."""
     cap, target, offset = terms.softcap, chunk.target_logit, chunk.offset
     target = target - offset if cap is None else cap * torch.tanh(target / cap)
     bias = _pad_bias(chunk.bias, logits, width)
     pointers = (logits, logits.stride(0), G, G.stride(0), chunk.labels, target, offset, bias)
-    flags = {
+    flags: Flags = {
         "HAS_BIAS": chunk.bias is not None,
         "HAS_CAP": cap is not None,
         "IS_SCALED": terms.objective.logit_scale != 1.0,
@@ -378,7 +379,7 @@ class _LiveTeaching:
         self.flags = {"TEACHER_BIAS": model.bias is not None, "TEACHER_CAP": model.softcap is not None}
         self.n = len(logits)
 
-    def launch(self, arguments: tuple[Any, ...], divergence: BoundDivergence, flags: dict[str, Any]) -> None:
+    def launch(self, arguments: tuple[Any, ...], divergence: BoundDivergence, flags: Flags) -> None:
         is_emo = divergence.name == "emo_dense"
         flags |= {"KIND": "kl" if is_emo else divergence.name, "IS_EMO": is_emo}
         flags |= {"HAS_TRANSPORT": divergence.needs_costs, **self.flags}
@@ -395,7 +396,7 @@ class _StoredTeaching:
         self.stored = logits.gather(1, self.ids)
         logits.scatter_(1, self.ids, -torch.inf)
 
-    def launch(self, arguments: tuple[Any, ...], divergence: BoundDivergence, flags: dict[str, Any]) -> None:
+    def launch(self, arguments: tuple[Any, ...], divergence: BoundDivergence, flags: Flags) -> None:
         n, k = self.ids.shape
         written = self.G.gather(1, self.ids) if flags["ADDS"] else torch.empty_like(self.stored)
         flags |= {"KIND": divergence.name, "ENTRIES": triton.next_power_of_2(k + 1)}

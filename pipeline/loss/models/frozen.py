@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class LiveTeacher:
         self.run = run or model
 
     @torch.no_grad()
-    def run_batch(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
+    def run_batch(self, tokens: int, inputs: Mapping[str, Any]) -> Teacher:
         """Return its side of a batch."""
         return self.run(**inputs, as_teacher=True)._replace(temperature=self.temperature)
 
@@ -59,7 +59,7 @@ class BaseTeacher:
         self.model = adapted.get_base_model()
 
     @torch.no_grad()
-    def run_batch(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
+    def run_batch(self, tokens: int, inputs: Mapping[str, Any]) -> Teacher:
         """Return its side of a batch of `tokens` tokens. It shares its frozen head with the student."""
         training = self.model.training
         self.model.eval()

@@ -26,6 +26,7 @@ from ..fused import LossSums, Spec, apply_fused, make_spec
 from ..objectives import Objective
 from ..teacher import Teacher, TeacherBatch, TeacherModel, TopK
 
+MicroBatch = dict[str, Any]  # keyword arguments of the model
 # Keys of a model's inputs for a TopK.
 TEACHER_IDS = "teacher_ids"
 TEACHER_LOG_P = "teacher_log_p"
@@ -70,7 +71,7 @@ def sum_by_document(values: Tensor, bounds: Tensor) -> Tensor:
     return torch.segment_reduce(values.double(), "sum", lengths=bounds.diff())
 
 
-def separate_documents(model: Any, positions: Tensor, inputs: dict[str, Any]) -> None:
+def separate_documents(model: Any, positions: Tensor, inputs: MicroBatch) -> None:
     """Complete the `inputs` of a fused `model` so that no document of its rows sees another.
 
     The inputs include positions [b, L]. They may include the `segments` as cu_seq_lens_q and max_length_q.
@@ -258,11 +259,11 @@ class FusedCausalLM:
             return most_likely(model, labels, k, head.spec)
         return self.fused_sums(labels, inputs, stored)
 
-    def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def bind_arguments(self, args: tuple[Any, ...], kwargs: MicroBatch) -> MicroBatch:
         """Return all arguments of a call by name."""
         return dict(zip(self.argument_names, args, strict=False)) | kwargs
 
-    def fused_sums(self, labels: Labels, inputs: dict[str, Any], stored: Tensor | None = None) -> LossSums:
+    def fused_sums(self, labels: Labels, inputs: MicroBatch, stored: Tensor | None = None) -> LossSums:
         """Return the LossSums over the valid, shifted `labels` [b, L]: position i predicts labels[i].
 
         Args:
@@ -297,7 +298,7 @@ class FusedCausalLM:
             base = teacher if same else self.base_teacher.run_batch(label_count(labels), inputs)
         return head(hidden, labels, teacher, stored, base=base)
 
-    def compute_hidden(self, tokens: int, inputs: dict[str, Any]) -> Tensor:
+    def compute_hidden(self, tokens: int, inputs: MicroBatch) -> Tensor:
         """Return the hidden states [..., L, H] before the head, for inputs of `tokens` tokens."""
         model: Any = self
         unused = LOGITS_ONLY if uses_segments(model.config._attn_implementation) else LOGITS_ONLY + SEGMENTS

@@ -17,7 +17,7 @@ before you create the Trainer. TRL 1.8 to 1.14 needs `loss_type="nll"` in its SF
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from .. import (
 )
 from ..cost import is_distributed, is_partitioned
 from .frozen import BaseTeacher, FrozenCausalLM, LiveTeacher
+from .head import MicroBatch
 
 Cost = CostEmbedding | LiveCost | None
 ObjectiveChoice = (
@@ -197,7 +198,7 @@ def fuse_causal_lm(
         probe_model(base, packed=False, collective=is_distributed(weight))
 
 
-def _fuse(model: Any, objective: Objective, cost: Cost, teacher: Any, options: dict[str, Any]) -> Any:
+def _fuse(model: Any, objective: Objective, cost: Cost, teacher: Any, options: Mapping[str, Any]) -> Any:
     """Fuse the model, or the one inside PEFT's wrapper, and return it."""
     if bool(objective.divergences) != (teacher is not None):
         problem = "needs a teacher; pass teacher=MODEL" if objective.divergences else "takes no teacher"
@@ -258,7 +259,7 @@ class FusedLossMixin:
         params: Params = None,
         cost: Cost = None,
         teacher: Any = None,
-        loss_options: dict[str, Any] | None = None,
+        loss_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -288,7 +289,7 @@ class FusedLossMixin:
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: MicroBatch,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
@@ -319,7 +320,7 @@ class FusedLossMixin:
         return (loss, outputs) if return_outputs else loss
 
 
-def _reconcile_arguments(args: Any, options: dict[str, Any], objective: Objective) -> None:
+def _reconcile_arguments(args: Any, options: dict[str, object], objective: Objective) -> None:
     """Take label smoothing from the Trainer's arguments, and reject other losses among them."""
     smoothing = args.label_smoothing_factor
     if smoothing and options.setdefault("label_smoothing", smoothing) != smoothing:
@@ -346,7 +347,7 @@ def _check_trainer(trainer: Any) -> None:
         raise UserError(f"{problem} or the model's output_router_logits=False", code="router-loss")
 
 
-def _count_tokens(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> None:
+def _count_tokens(trainer: Any, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     """Record TRL's metric `num_tokens`, as its compute_loss would."""
     if model.training:
         mask = inputs.get("attention_mask")

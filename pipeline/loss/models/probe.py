@@ -67,7 +67,7 @@ class Probe:
         """Return the model's output for `ids` [b, L], the hidden states [b, L, H], and the head's output."""
         calls: list[tuple[Tensor, Any]] = []
         hook = self.head.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
-        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        inputs: dict[str, Tensor | bool | None] = {"input_ids": ids, "position_ids": positions}
         inputs[self.model.shifted_labels] = labels
         if labels is None and "use_cache" in self.model.argument_names:
             inputs["use_cache"] = False

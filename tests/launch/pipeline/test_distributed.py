@@ -45,7 +45,7 @@ from emo.pipeline.control.run_dir import (
 )
 from emo.pipeline.control.stop import node_name
 from emo.pipeline.engine.snapshots import Snapshots
-from emo.pipeline.monitor.validation import compute_change, read_documents
+from emo.pipeline.monitor.documents import compute_change, read_documents
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 from tests.helpers.refusals import refused

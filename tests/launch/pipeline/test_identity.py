@@ -78,15 +78,15 @@ def test_another_run_in_the_copy_is_rejected(tmp_path: Path) -> None:
     run_dir.mkdir()
     for claimed in (False, True):
         with refused("changed-key"):
-            copies.restore(other, DATA)
+            copies.fetch_records(other, DATA)
         assert (run_dir / CONFIG).is_file() == claimed
         identity.claim_run_dir(other, DATA)
     (run_dir / CONFIG).unlink()
-    copies.restore(config(run_dir, copied), DATA)
+    copies.fetch_records(config(run_dir, copied), DATA)
     identity.check_run_dir(config(run_dir, copied), DATA)
     unknown = config(tmp_path / "new", "train.copy_to=nowhere://x")
     with pytest.raises(UserError) as caught:
-        copies.restore(unknown, DATA)
+        copies.fetch_records(unknown, DATA)
     assert not isinstance(caught.value, FailureError)
 
 
@@ -127,7 +127,7 @@ def test_a_changed_mixture_is_recorded_and_then_needs_no_key(
     assert identity.mixture_history(other) == history
     identity.claim_run_dir(other, DATA)
     restored = [f"train.copy_to={mixed}", OTHER, "train.mixture_from=3"]
-    copies.restore(new := config(tmp_path_factory.mktemp("new"), *restored), DATA)
+    copies.fetch_records(new := config(tmp_path_factory.mktemp("new"), *restored), DATA)
     assert identity.mixture_history(new) == history
     for again in (other, config(mixed, OTHER)):
         identity.check_run_dir(again, DATA)

@@ -26,8 +26,8 @@ DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MIST
 RANK = """
 import os, sys, time
 from pathlib import Path
-from emo.pipeline.control.stop import StopRequest, Watch
-watch = Watch()
+from emo.pipeline.control.stop import StopRequest, SignalWatch
+watch = SignalWatch()
 assert "torch" not in sys.modules and "psutil" not in sys.modules
 from emo.pipeline.monitor.console import split_output
 output = split_output()
@@ -150,7 +150,7 @@ def test_a_launcher_that_died_while_python_started_is_noticed(
 
 
 def test_a_time_limit_and_a_file_request_a_stop(tmp_path: Path) -> None:
-    watch: Any = SimpleNamespace(reason=None)  # a Watch would block signals in this process
+    watch: Any = SimpleNamespace(reason=None)  # a SignalWatch would block signals in this process
     assert StopRequest(tmp_path, 60, watch).reason is None
     assert "max_minutes" in (StopRequest(tmp_path, 1e-9, watch).reason or "")
     (tmp_path / "STOP").touch()
@@ -240,7 +240,7 @@ def test_a_signal_while_rank_0_imports_its_modules_stops_it_cleanly() -> None:
     command = [sys.executable, "-m", "emo.launch.rank", "nowhere.yaml"]
     rank = subprocess.Popen(command, cwd=REPO, env=ENVIRONMENT | {"RANK": "0"}, **PIPED)
     tasks = Path(f"/proc/{rank.pid}/task")
-    wait_for(lambda: len(list(tasks.iterdir())) >= 3, "the threads of Watch and of the start", 30)
+    wait_for(lambda: len(list(tasks.iterdir())) >= 3, "the threads of SignalWatch and of the start", 30)
     rank.terminate()
     output, _ = rank.communicate(timeout=30)
     assert rank.returncode == ExitCode.STOPPED, output

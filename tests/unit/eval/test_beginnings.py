@@ -74,7 +74,7 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found["generate"] = prompt_ids(model, TEXT)
     found["scored"] = split_ids(model.tokenizer, TEXT, " was old")[0]
     question = answers.Question("", "Why?")
-    found["answer"] = answers.question_ids(model, question, "alpaca")
+    found["answer"] = answers.conversation_ids(model, "alpaca", [], question)
     pair = Pair("1", question, "x", "y")
     judging = Judging(JUDGES["pandalm"], Pairs("a", "b", [pair]), Transformers(model, Beams(2)), copy, 9)
     found["judge"] = (judging._fitting_ids(pair, None) or [])[0]

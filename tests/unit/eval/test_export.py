@@ -43,7 +43,7 @@ def test_mistakes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     for chunk in (out / "store").glob("*/chunks/*.json"):  # results no longer follow from their rows
         records: Any = store.unsealed(chunk)
         records[2].update(prediction="a")
-        chunk.write_text(store.seal(records))
+        chunk.write_text(store.seal_json(records))
     assert is_mistake("export", out, "--format", "hf", "--output_path", tmp_path / "to", "--name", "emo")
     assert not (tmp_path / "to").exists()
 
@@ -227,7 +227,7 @@ def test_other_weights_and_unreadable_cards_are_rejected(world: Path, tmp_path: 
     finished(tmp_path / "out")
     digest = EvaluatedModel(str(world / "model")).digest
     for path in (tmp_path / "out" / "models" / "emo").glob("*.json"):  # as if it had been evaluated
-        path.write_text(path.read_text().replace(store.digest("emo"), digest))
+        path.write_text(path.read_text().replace(store.digest_json("emo"), digest))
     arguments = ["export", tmp_path / "out", "--format", "hf", "--output_path"]
     model = Path(shutil.copytree(world / "model", tmp_path / "model"))
     fronts = ("a: [", "- a", "model-index: 3", "{model-index: [], a: 1}",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from emo.eval.generation.decoding import Decoding
 from emo.eval.generation.fixed_point import FixedPoint
-from emo.eval.generation.records import read_records
+from emo.eval.generation.records import read_generated
 from emo.eval.generation.sampling import Sampler
 from emo.eval.models.model import EvaluatedModel
 from tests.helpers.evaluating import command, tiny_model
@@ -87,7 +87,7 @@ def test_texts_of_different_objectives_and_costs_are_stored_separately(models: P
     settings = ["--prefix", "the cat", "--max_new_tokens", 20, "--samples", 4, "--output_path", tmp_path]
     for name, options in choices.items():
         assert command("generate", "--model", models / "small", *settings, *options)[0] == 0
-        about, written[name] = read_records(tmp_path / "models/small/generated" / f"given-{name}")
+        about, written[name] = read_generated(tmp_path / "models/small/generated" / f"given-{name}")
         assert about["decoding"]["name"] == name
     ids = {name: [record["ids"] for record in records] for name, records in written.items()}
     assert ids["unbiased"] == ids["mle"]

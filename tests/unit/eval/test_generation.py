@@ -26,7 +26,7 @@ from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
 from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers, Vllm
-from emo.eval.generation.records import Generation, read_records
+from emo.eval.generation.records import Generation, read_generated
 from emo.eval.generation.sampling import ROUNDING, Sampler
 from emo.eval.models.model import EvaluatedModel
 from emo.eval.results.rows import read_texts
@@ -211,7 +211,7 @@ def sampled(corpus: Path) -> Path:
 
 
 def test_records_contain_the_texts_and_their_prefixes(corpus: Path, sampled: Path) -> None:
-    about, actual = read_records(sampled)
+    about, actual = read_generated(sampled)
     model = EvaluatedModel(str(corpus / "small"))
     assert (about["corpus"], about["prefix_words"], about["tokens"], about["records"]) == ("ptb", 5, 9, 24)
     assert [r["prefix_number"] for r in actual[:4]] == [0, 0, 1, 1] and actual[12]["seed"] == 1
@@ -247,7 +247,7 @@ def test_as_many_beams_as_tokens_find_the_most_likely_text(corpus: Path, tmp_pat
     options = ["--prefix", "the cat", "--max_new_tokens", 2, "--beams", size, "--output_path", tmp_path]
     assert command("generate", "--model", corpus / "small", *options)[0] == 0
     (directory,) = (tmp_path / "models/small/generated").iterdir()
-    about, (record,) = read_records(directory)
+    about, (record,) = read_generated(directory)
     assert about["decoding"] == {"beams": size, "penalty": 1.0, "name": f"beam{size}"}
     prompt = prompt_ids(model, "the cat")
     pairs = torch.tensor([[*prompt, token] for token in range(size)])
@@ -273,7 +273,7 @@ def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
     settings = json.loads((corpus / "untuned/tokenizer_config.json").read_text())
     (corpus / "untuned/tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<unk>"}))
     (result,) = measured(corpus, [sampled], "--oracle", paths["oracle"], "--reference", corpus / "untuned")
-    records, tokenizer = read_records(sampled)[1], EvaluatedModel(str(paths["oracle"])).tokenizer
+    records, tokenizer = read_generated(sampled)[1], EvaluatedModel(str(paths["oracle"])).tokenizer
     pairs = [(split_ids(tokenizer, r["prefix"], "")[0], r["ids"]) for r in records]
     exact, oracle = naive_per_token(paths["oracle"], pairs), result["ppl_oracle"]
     assert oracle["nats_per_token"]["mean"] == pytest.approx(exact, abs=1e-6)

@@ -17,7 +17,7 @@ from emo.eval.harness import tasks
 from emo.eval.harness.tasks import select_all
 from emo.eval.models.model import EvaluatedModel
 from emo.eval.results.directory import Model, find_model, read_models
-from emo.eval.results.stats import measure
+from emo.eval.results.stats import estimate_measure
 from tests.helpers.evaluating import command, is_mistake, tiny_model, write_lines
 
 TASKS = {
@@ -170,7 +170,7 @@ def test_a_perplexity_is_compared_by_rows(place: Path, measured: Path) -> None:
     values, weights = (
         [[r[key] for r in m.read_records("lm-eval:rolling")] for m in (a, b)] for key in ("value", "weight")
     )
-    first, second = (measure(v, w, "perplexity") for v, w in zip(values, weights, strict=True))
+    first, second = (estimate_measure(v, w, "perplexity") for v, w in zip(values, weights, strict=True))
     result = a.measured["lm-eval:rolling"]["measure"]
     assert math.exp(first.value) == pytest.approx(result["value"])
     assert result["interval"]["low"] < result["value"] < result["interval"]["high"]
@@ -209,7 +209,7 @@ def test_known_rows_are_not_scored_again(place: Path, tmp_path: Path) -> None:
     from emo.eval.harness import adapter
 
     arguments = evaluation(place / "a", f"lm-eval:{place / 'tasks' / 'choice.yaml'}", tmp_path)
-    answer, seen = adapter.Scorer.answer, []
+    answer, seen = adapter.RecordingHFLM.answer, []
 
     def die_at(chunk: int) -> Any:
         def killed(self: Any, kind: str, requests: list[Any]) -> Any:
@@ -218,7 +218,7 @@ def test_known_rows_are_not_scored_again(place: Path, tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             return answer(self, kind, requests)
 
-        return mock.patch.object(adapter.Scorer, "answer", killed)
+        return mock.patch.object(adapter.RecordingHFLM, "answer", killed)
 
     with mock.patch.object(adapter, "CHUNK", 20):
         with die_at(2):
@@ -226,7 +226,7 @@ def test_known_rows_are_not_scored_again(place: Path, tmp_path: Path) -> None:
         with die_at(0):
             assert command(*arguments)[0] == ExitCode.DONE
         assert seen == [20, 20, 20, 5]
-        with mock.patch.object(adapter, "Scorer", side_effect=AssertionError("loads the model")):
+        with mock.patch.object(adapter, "RecordingHFLM", side_effect=AssertionError("loads the model")):
             code, printed, _ = command(*arguments)
     assert code == ExitCode.DONE and "already known" in printed
     again, before = (

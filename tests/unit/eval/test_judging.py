@@ -382,7 +382,8 @@ def test_a_question_is_encoded_as_in_training(world: Path, tmp_path: Path, templ
             exchange = Exchange(q["instruction"], "Because it is.", q["input"])
             rows = RowEncoder(settings).conversations([Conversation((exchange,))])
             expected = rows.ids[: int(rows.spans[0][0][0])].tolist()
-        assert answers.question_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
+        model = EvaluatedModel(str(directory))
+        assert answers.conversation_ids(model, template, [], question) == list(expected)
 
 
 def test_templates_are_found_and_mismatches_are_reported(world: Path, tmp_path: Path) -> None:
@@ -573,7 +574,7 @@ def keep_judgement(out: Path, b: str, sides: str, text: str = "", questions: str
     pairs = [Pair(f"q{i}", Question("", f"{text}ask {i}"), f"A {i}", f"B {i}") for i in range(len(sides))]
     rows = [judged_row(pair, [letter, letter]) for pair, letter in zip(pairs, sides, strict=True)]  # type: ignore[list-item]
     judged = Judged("auto-j", "judge", "mle", b, 2, rows, questions=questions)
-    results.write(judged, results.default_title(judged), out)
+    results.write_judgement(judged, results.default_title(judged), out)
 
 
 def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:

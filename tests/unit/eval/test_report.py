@@ -39,7 +39,7 @@ def test_a_clear_regression_is_detected(tmp_path: Path) -> None:
     )
     assert find_regression(good, bad, 5.0).regressions != find_regression(good, bad, 15.0).regressions
     alone = compare_models(good, bad, ["sst2"])
-    assert alone.mean is not None and alone.mean["p"] == alone.tasks["sst2"]["p_mcnemar"]
+    assert alone.mean is not None and alone.mean.p == alone.tasks["sst2"].p_mcnemar
     with refused("own-baseline"):
         find_regression(good, good)
 
@@ -61,7 +61,7 @@ def test_a_view_that_differs_from_the_sealed_result_is_skipped(tmp_path: Path) -
     path = tmp_path / "models" / "b" / "trec.json"
     view = json.loads(path.read_text())
     sealed = tmp_path / "store" / view["key"] / "result.json"
-    store.replace(sealed, store.seal(view["result"]))
+    store.replace(sealed, store.seal_json(view["result"]))
     assert lines(command("compare", "a", "b", "--results", tmp_path)[2]) == []
     path.write_text(json.dumps(view | {"result": view["result"] | {"accuracy": 0.9}}))
     code, _, err = command("compare", "a", "b", "--results", tmp_path)
@@ -232,7 +232,11 @@ def test_the_report_shows_text_errors_and_damaged_files(tmp_path: Path) -> None:
     models(tmp_path, a=0.5, b=0.5)
     write_model(tmp_path, "unscored")
     write_result(tmp_path, "a", "sst2", [True, True, False, True])
-    weights = {"a": store.digest("a"), "unscored": store.digest("unscored"), "b": "of another checkpoint"}
+    weights = {
+        "a": store.digest_json("a"),
+        "unscored": store.digest_json("unscored"),
+        "b": "of another checkpoint",
+    }
     for name, weight in weights.items():
         samples = [{"prefix": "", "text": f"{name} upon", "ended": False, "tokens": 3}]
         path = tmp_path / "models" / name / "samples.json"

@@ -274,7 +274,7 @@ def test_the_order_of_inputs_labels_and_replacements_is_part_of_the_key() -> Non
     def key(inputs: dict[str, Any], names: dict[str, Any]) -> str:
         tree = {"title": "pair", "input": inputs, "label": {"columns": ["label"], "names": names}}
         tree["prompts"] = {"paper": {"text": "{one} {two} {label}"}}
-        return store.digest(Task("pair", TaskSpec.model_validate(tree), "paper").identity())
+        return store.digest_json(Task("pair", TaskSpec.model_validate(tree), "paper").identity())
 
     replace = {"a": "b", "b": "c"}
     inputs, names = {"one": {"column": "one", "replace": replace}, "two": "two"}, {"0": ["0"], "1": ["1"]}
@@ -391,7 +391,7 @@ def test_damaged_files_are_computed_again(file: str, world: Path, tmp_path: Path
         path.write_bytes(damaged)
         if "chunks" in file:
             with pytest.raises(UserError):
-                store.read_records(tmp_path, path.parts[-3], ROWS)
+                store.read_row_records(tmp_path, path.parts[-3], ROWS)
         Job(model, settings, tmp_path, messages.append).run(task)
         assert everything(tmp_path) == whole
         assert any(str(path) in message for message in messages)
@@ -407,7 +407,7 @@ def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path)
     model, task = EvaluatedModel(str(world / "model"), "m"), select_tasks("sst2")[0]
     result = Job(model, Settings(data=str(tmp_path / "data")), tmp_path).run(task)
     [key] = [path.parent.name for path in tmp_path.glob("store/*/result.json")]
-    records = store.read_records(tmp_path, key, ROWS)
+    records = store.read_row_records(tmp_path, key, ROWS)
     assert [r["row"] for r in records if r["leaked"]] == LEAKED
     clean = [r["prediction"] == r["gold"] for r in records if not r["leaked"]]
     assert result["leaked"] == 3 and result["clean"]["n"] == ROWS - 3

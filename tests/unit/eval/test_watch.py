@@ -28,7 +28,7 @@ from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
-from emo.eval.watch import FAILED, WAITING, Watch, find_targets
+from emo.eval.watch import FAILED, WAITING, RunWatcher, find_targets
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.control.run_dir import HF, hash_files, list_files, partial_directory
 from tests.conftest import REPO
@@ -85,9 +85,9 @@ class Run:
         arguments = ["watch", self.path, "--once", "--tasks", "sst2", "--data", self.data, *options]
         return command(*arguments)[:2]
 
-    def watcher(self, tasks: str = "sst2", version: str = "paper", **settings: Any) -> Watch:
+    def watcher(self, tasks: str = "sst2", version: str = "paper", **settings: Any) -> RunWatcher:
         chosen, options = select_tasks(tasks, version), Settings(data=str(self.data), **settings)
-        return Watch(self.path, chosen, options, self.path / "eval", "auto", lambda text: None)
+        return RunWatcher(self.path, chosen, options, self.path / "eval", "auto", lambda text: None)
 
     @property
     def done(self) -> dict[str, dict[str, Any]]:
@@ -186,7 +186,7 @@ def test_a_trainer_checkpoint_is_evaluated_when_it_stops_changing(run: Run) -> N
     weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
     content, shards = weights.read_bytes(), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 
-    def passed(age: float = 60) -> Watch:
+    def passed(age: float = 60) -> RunWatcher:
         for file in path.iterdir():
             os.utime(file, (time.time() - age,) * 2)
         watch = run.watcher()

@@ -18,7 +18,7 @@ from emo.common.errors import ExitCode, FailureError, UserError
 from emo.common.io.files import DiskFullError
 from emo.launch import rank
 from emo.pipeline.control import world
-from emo.pipeline.control.stop import HARDWARE, TRAINING, Watch, node_name
+from emo.pipeline.control.stop import HARDWARE, TRAINING, SignalWatch, node_name
 from emo.pipeline.control.world import World, broken_device, explain, lost_a_peer
 from emo.pipeline.engine import devices
 from emo.pipeline.engine.devices import BINDING, GpuFacts, find_gpu_error
@@ -266,7 +266,7 @@ def test_a_rank_reports_its_code_and_the_node_to_avoid(
     """train.sbatch and the supervisor read the report. The node's name is Slurm's."""
     monkeypatch.setenv("SLURMD_NODENAME", "node-7")
 
-    class Quiet(Watch):
+    class Quiet(SignalWatch):
         def __init__(self) -> None:
             self._report = os.open(tmp_path / "rank-0", os.O_RDWR | os.O_CREAT)
             self._blamed_node, self._phase, self.advanced = "", TRAINING, advanced

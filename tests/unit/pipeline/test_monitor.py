@@ -24,10 +24,11 @@ from emo.pipeline.monitor import glossary, profiler
 from emo.pipeline.monitor.component import RunState
 from emo.pipeline.monitor.config import ProfileConfig
 from emo.pipeline.monitor.console import Console
+from emo.pipeline.monitor.documents import Documents, read_documents
 from emo.pipeline.monitor.guard import Guard
-from emo.pipeline.monitor.loggers import LOGGERS, Logger
+from emo.pipeline.monitor.loggers import LOGGERS
+from emo.pipeline.monitor.loggers.logger import Logger
 from emo.pipeline.monitor.metrics import Metrics, RunFacts
-from emo.pipeline.monitor.validation import Documents, read_documents
 from tests.conftest import REPO
 from tests.helpers.launching import metric_names
 from tests.helpers.refusals import refused
@@ -49,7 +50,7 @@ def reporter(
     directory: Path, step: int = 0, steps: int = 10, facts: RunFacts | None = None, **options: Any
 ) -> Metrics:
     """Metrics of rank 0. Options of Metrics by name; the others are settings of `train`."""
-    given = {name: options.pop(name) for name in ("console", "window", "clock") if name in options}
+    given = {name: options.pop(name) for name in ("console", "clock") if name in options}
     console = given.pop("console", None) or Console("quiet", io.StringIO())
     start = RunState(steps, step=step)
     return Metrics(config(directory, **options), start, True, facts or RunFacts(), console, **given)
@@ -210,9 +211,8 @@ def test_a_resumed_run_logs_what_an_undisturbed_run_does(tmp_path: Path) -> None
     """A checkpoint holds the sums of the window in progress."""
     clock, stopped = Clock(), 3
 
-    def start(name: str, step: int = 0, window: dict[str, Any] | None = None) -> Metrics:
-        facts = RunFacts(domains=DOMAINS)
-        return reporter(tmp_path / name, step, 100, facts, window=window, clock=clock)
+    def start(name: str, step: int = 0) -> Metrics:
+        return reporter(tmp_path / name, step, 100, RunFacts(domains=DOMAINS), clock=clock)
 
     run_steps(start("a"), clock, range(1, 21))
     first = start("b")
@@ -220,7 +220,9 @@ def test_a_resumed_run_logs_what_an_undisturbed_run_does(tmp_path: Path) -> None
     state = json.loads(json.dumps(first.state_dict(), allow_nan=False))
     run_steps(first, clock, range(stopped + 1, stopped + 4))  # lost when the run is killed
     first.close()
-    run_steps(start("b", stopped, state), clock, range(stopped + 1, 21))
+    resumed = start("b", stopped)
+    resumed.load_state_dict(state)
+    run_steps(resumed, clock, range(stopped + 1, 21))
     actual, expected = ([r | {"time": None} for r in read_metrics(tmp_path / name)] for name in "ba")
     assert actual == expected
 
@@ -335,7 +337,10 @@ def totals(nll: float, applied: bool = True) -> StepTotals:
 
 
 def guard(directory: Path, state: Any = None, **train: Any) -> Guard:
-    return Guard(directory, TrainConfig(max_steps=1, **train), True, lambda _: ORIGIN, state)
+    created = Guard(directory, TrainConfig(max_steps=1, **train), True, lambda _: ORIGIN)
+    if state is not None:
+        created.load_state_dict(state)
+    return created
 
 
 @pytest.mark.parametrize("bad", [totals(2.0, applied=False), totals(2.0)._replace(loss=math.nan)])

@@ -23,8 +23,7 @@ from emo.common.report.numbers import DASH, MINUS
 from emo.pipeline import cli
 from emo.pipeline.control import run_dir
 from emo.pipeline.monitor.console import Console, Progress
-from emo.pipeline.monitor.launches import append
-from emo.pipeline.monitor.validation import (
+from emo.pipeline.monitor.documents import (
     FEWEST,
     Change,
     Documents,
@@ -33,6 +32,7 @@ from emo.pipeline.monitor.validation import (
     read_documents,
     write_documents,
 )
+from emo.pipeline.monitor.launches import append
 from emo.pipeline.report.page import build_run_report
 from emo.pipeline.report.runs import KILLED, RecordedRun, read_runs, regressions
 from tests.conftest import REPO

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -11,13 +10,14 @@ from ..batches.loader import Batches, rank_rows
 from ..control.world import gather_objects
 from ..engine.engine import Engine
 from ..engine.totals import StepTotals
+from ..loss.models.head import MicroBatch
 from ..model.objectives import Losses, measuring
-from .validation import Documents, group_by_document
+from ..monitor.documents import Documents, group_by_document
 
-Base = Callable[[np.ndarray], dict[str, Any]]  # returns a model's inputs for its KL from the base, by rows
+Base = Callable[[np.ndarray], MicroBatch]  # returns a model's inputs for its KL from the base, by rows
 
 
-def evaluate(
+def measure_set(
     engine: Engine, losses: Losses, validation: Batches, max_rows: int, base: Base | None = None
 ) -> tuple[StepTotals, Documents]:
     """Measure the first rows of a validation set. Return totals, and the NLL of each document.

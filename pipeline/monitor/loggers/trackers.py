@@ -1,33 +1,17 @@
-"""Programs that receive metrics besides metrics.jsonl.
-
-To add one, subclass `Logger`, list it in LOGGERS, and add its name to `train.report_to` (config.py).
-"""
+"""The loggers for TensorBoard, W&B, MLflow and Trackio."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from typing import Any
+from collections.abc import Mapping
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_once
 
-from ..config import RunConfig
-from ..control.run_dir import MLFLOW_ID, TRACKIO_ID, WANDB_ID
-
-
-class Logger:
-    """Receives the metrics of a run on rank 0."""
-
-    def __init__(self, config: RunConfig, first_step: int) -> None:
-        """first_step: steps that earlier launches had taken. Records of later steps will come again."""
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Log the values of a record by path, such as `train/nll`. A value that is not finite is None."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Write what is left."""
+from ...config import RunConfig, flatten
+from ...control.run_dir import MLFLOW_ID, TRACKIO_ID, WANDB_ID
+from .logger import Logger
 
 
 class TensorBoard(Logger):
@@ -39,7 +23,7 @@ class TensorBoard(Logger):
         purge = first_step + 1 if first_step else 0
         self._writer = SummaryWriter(str(config.output_dir / "tensorboard"), purge_step=purge)
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
         for key, value in values.items():
             counts = key.count("/") == 1 and key.endswith(("/step", "/tokens"))
             if value is not None and not counts:
@@ -70,7 +54,7 @@ class WeightsAndBiases(Logger):
             problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
             raise UserError(f"{problem}. Set WANDB_API_KEY, or WANDB_MODE=offline", code="tracking") from None
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
         self._run.log(values, step=step)
 
     def close(self) -> None:
@@ -92,7 +76,8 @@ class MLflow(Logger):
             else:
                 run = mlflow.start_run(run_name=run_dir.name)
                 write_once(file, run.info.run_id)
-                mlflow.log_params(_flatten(config.model_dump(mode="json")))
+                settings = flatten(config.model_dump(mode="json"), ".")
+                mlflow.log_params({key: value for key, value in settings if value not in (None, [], "")})
         except mlflow.exceptions.MlflowException as error:
             problem = f"train.report_to=[mlflow]: {one_line(error, 200)}"
             raise UserError(
@@ -100,9 +85,9 @@ class MLflow(Logger):
             ) from None
         self._mlflow = mlflow
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
         named = ((re.sub(r"[^\w\-. :/]", "_", key), value) for key, value in values.items())
-        numbers = {key: float(value) for key, value in named if isinstance(value, int | float)}
+        numbers = {key: float(value) for key, value in named if value is not None}
         self._mlflow.log_metrics(numbers, step=step)
 
     def close(self) -> None:
@@ -125,27 +110,8 @@ class Trackio(Logger):
             embed=False,
         )
 
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
         self._run.log({key: v for key, v in values.items() if v is not None}, step=step)
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a recipe by dotted key, without keys that are not set."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        elif value not in (None, [], ""):
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-LOGGERS: dict[str, type[Logger]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-}

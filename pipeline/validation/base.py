@@ -16,7 +16,6 @@ import contextlib
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from ..config import RunConfig
 from ..control.run_dir import VALIDATION
 from ..control.world import World, gather_objects, raise_on_all_ranks, run_on_main
 from ..engine.engine import Engine
-from ..loss.models.head import BASE_IDS, BASE_LOG_P, FROM_BASE
+from ..loss.models.head import BASE_IDS, BASE_LOG_P, FROM_BASE, MicroBatch
 from ..model.teacher import holds_base
 from .evaluation import Base
 
@@ -101,7 +100,7 @@ class BaseScores:
         self._files = files
         return bool(files) and files[-1][1] >= min(len(self._validation.data), max_rows)
 
-    def inputs(self, rows: np.ndarray) -> dict[str, Any]:
+    def inputs(self, rows: np.ndarray) -> MicroBatch:
         """Return the predictions for the supervised tokens of `rows` as inputs of the model."""
         parts = [self._read(self._files[0])[:0], *map(self._read_row, rows.tolist())]
         entries = np.concatenate(parts)

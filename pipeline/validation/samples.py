@@ -20,8 +20,8 @@ from ..config import RunConfig
 from ..control.run_dir import SAMPLES, drop_records
 from ..engine.engine import Engine
 from ..model.export import unwrap
-from .component import Component, RunState
-from .launches import Launch
+from ..monitor.component import Component, RunState
+from ..monitor.launches import Launch
 
 
 class Samples(Component):

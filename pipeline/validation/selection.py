@@ -10,8 +10,8 @@ from typing import Any
 from ..checkpoint.config import SavingConfig
 from ..control.run_dir import Best
 from ..engine.totals import StepTotals
-from .component import Component
-from .metrics import means_per_token
+from ..monitor.component import Component
+from ..monitor.metrics import means_per_token
 
 log = logging.getLogger(__name__)
 
@@ -24,17 +24,12 @@ class Selection(Component):
 
     name = "selection"
 
-    def __init__(self, train: SavingConfig, saved: Mapping[str, Any] | None) -> None:
-        """Start a run, or continue from the state in a checkpoint."""
-        saved = saved or {}
+    def __init__(self, train: SavingConfig) -> None:
         self._metric = train.keep_best
         self._stopping = train.early_stopping
-        best = saved.get("best")
-        self.best = Best(*best) if best is not None and best[1] == self._metric else None
-        lowest, metric = saved.get("lowest"), saved.get("metric")
-        same = self._stopping is not None and metric == self._stopping.metric
-        self._lowest: float = lowest if same and lowest is not None else math.inf
-        self._waited: int = saved.get("waited", 0) if same else 0
+        self.best: Best | None = None
+        self._lowest = math.inf
+        self._waited = 0
 
     @property
     def exhausted(self) -> bool:
@@ -59,12 +54,19 @@ class Selection(Component):
             self.best = Best(step, self._metric, value)
         return improved
 
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"best": self.best}
+    def state_dict(self) -> dict[str, object]:
+        state: dict[str, object] = {"best": self.best}
         if self._stopping is not None:
             lowest = self._lowest if math.isfinite(self._lowest) else None
             state |= {"metric": self._stopping.metric, "lowest": lowest, "waited": self._waited}
         return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["best"] is not None and state["best"][1] == self._metric:
+            self.best = Best(*state["best"])
+        if self._stopping is not None and state.get("metric") == self._stopping.metric:
+            self._lowest = math.inf if state["lowest"] is None else state["lowest"]
+            self._waited = state["waited"]
 
 
 def read_metric(measured: Mapping[str, StepTotals], metric: str) -> float:

@@ -1,0 +1,29 @@
+"""Downloads of models and tokenizers from the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import UserError
+from .weights import explain_hub_error
+
+
+def hub_directory(name: str, revision: str | None, subject: str, code: str, **patterns: list[str]) -> Path:
+    """Return the files of a Hub repository, from the cache or the network.
+
+    Args:
+        name: Hub id.
+        revision: Commit, or None for the newest.
+        subject: Beginning of the error, for example the key of a recipe.
+        code: Code of the error.
+        patterns: Of the files, `allow_patterns` or `ignore_patterns`.
+
+    Raises:
+        UserError: There is no such repository, or it cannot be reached or opened.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, **patterns))
+    except Exception as error:  # the hub raises many kinds of errors
+        raise UserError(subject + explain_hub_error(name, error), code=code) from None
