@@ -204,8 +204,10 @@ class Shard:
         weights = [values for _, values in self.columns["loss_weights"] if len(values)] if instruct else []
         if weights:
             self.weight = np.concatenate([np.from_dlpack(batch.column("weight")) for batch in batches])
-            lowest, highest = (float(f([f(values) for values in weights])) for f in (np.min, np.max))
-            self.weight_range = lowest, highest
+            spans = sum(len(values) for _, values in self.columns["loss_spans"]) // 2
+            others = [1.0] if sum(map(len, weights)) < spans else []
+            low, high = (f([*others, *map(f, weights)]) for f in (np.min, np.max))
+            self.weight_range = float(low), float(high)
         domain = [np.from_dlpack(batch.column("domain")) for batch in batches]
         self.domain = np.concatenate([np.zeros(0, np.uint16), *domain])
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
@@ -316,6 +318,11 @@ class TokenDataset:
             positions[i] = np.arange(width) - np.repeat(starts, lengths)
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return batch if weights is None else batch | {"loss_weights": weights}
+
+    def describe_weights(self) -> str:
+        """Return the range of the loss weights of data with weights, and their sum."""
+        low, high = self.weight_range
+        return f"{low:g} to {high:g}; {self.valid.sum():,} tokens weigh {self.weight.sum():,.1f}"
 
     def tokens_of(self, row: int) -> int:
         """Return the number of tokens in a row without padding."""

@@ -94,15 +94,6 @@ def render_row(data: TokenDataset, row: int, tokenizer: Any, colours: bool = Tru
     return Text("\n── next segment ──\n", MARK).join(segments)
 
 
-def format_weights(data: TokenDataset) -> str:
-    """Return the range of the loss weights of a data set, and the number of weighted spans."""
-    if not data.weighted:
-        return "none"
-    spans = counted(data.manifest.counts.get("weighted_spans", 0), "weighted span")
-    low, high = data.weight_range
-    return f"{low:g} to {high:g}, {spans}, in all {data.weight.sum():,.1f} of {data.valid.sum():,} tokens"
-
-
 def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
     """Yield the tables: summary, domains, sources, segment lengths, and overlap with tasks."""
     m = data.manifest
@@ -112,13 +103,14 @@ def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
         "rows": f"{m.rows:,} of {m.block} tokens",
         "tokens": f"{m.tokens:,}",
         "supervised": f"{m.valid_tokens:,} ({m.valid_tokens / max(1, m.tokens):.1%})",
-        "loss weights": format_weights(data),
         "documents": f"{m.documents:,} in {counted(m.segments, 'segment')}",
         "padding": f"{m.waste:.2%}",
         "vocabulary": f"{m.vocab_size:,}, BOS {m.bos_id}, EOS {m.eos_id}",
         "tokenizer": m.tokenizer_fingerprint[:16],
         "fingerprint": m.fingerprint[:16],
     } | {name.replace("_", " "): f"{count:,}" for name, count in m.counts.items()}
+    if data.weighted:
+        rows["loss weights"] = data.describe_weights()
     for name, value in rows.items():
         table.add_row(_cell(name), _cell(value))
     yield table

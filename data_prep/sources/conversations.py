@@ -29,8 +29,8 @@ PART_KEYS = ("train_detail", "training_detail")  # axolotl's, for parts of a mes
 UNSUPPORTED_LOSS_KEYS = ("mask", "loss_mask")  # they have several meanings
 ALL_LOSS_KEYS = (*LOSS_KEYS, *WEIGHT_KEYS, *PART_KEYS, *UNSUPPORTED_LOSS_KEYS)
 # Products of four weights stay within float32.
-MIN_WEIGHT = 0.000001
-MAX_WEIGHT = 1_000_000
+MIN_WEIGHT = 1e-6
+MAX_WEIGHT = 1e6
 
 
 class Message(NamedTuple):
@@ -221,10 +221,10 @@ def _read_loss(message: Mapping[str, object], role: str, where: str, length: int
         if factor and role != "assistant" and key != "weight":  # weight is only read for the assistant
             raise RowError("wrong_type", f"{where}.{key} sets a loss on a message of the {role}. Remove it")
         weight *= factor
-    key = next((key for key in PART_KEYS if message.get(key) is not None), None)
-    if key is None or role != "assistant":
+    present = next((key for key in PART_KEYS if message.get(key) is not None), None)
+    if present is None or role != "assistant":
         return AnswerWeights(weight)
-    parts = _read_parts(message[key], f"{where}.{key}", length)
+    parts = _read_parts(message[present], f"{where}.{present}", length)
     return AnswerWeights(weight if any(part.weight for part in parts) else 0.0, parts)
 
 
@@ -237,9 +237,7 @@ def _read_parts(value: object, where: str, length: int) -> tuple[Part, ...]:
         tree = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, dict) else {}
         begin, end = (tree.pop(key, None) for key in ("begin_offset", "end_offset"))
         if len(tree) != 1 or not tree.keys() <= {"train", "weight"}:
-            raise RowError(
-                "wrong_type", f"{where}[{number}] must have train or weight, not both, and offsets"
-            )
+            raise RowError("wrong_type", f"{where}[{number}] must have offsets, and train or weight")
         (factor,) = tree.values()
         if "train" in tree and factor not in (0, 1):
             raise wrong_type(f"{where}[{number}].train", factor, "true or false")
@@ -247,8 +245,8 @@ def _read_parts(value: object, where: str, length: int) -> tuple[Part, ...]:
         if type(begin) is not int or type(end) is not int or not before <= begin <= end < length:
             raise RowError(
                 "wrong_type",
-                f"{where}[{number}] must have offsets with {before} <= begin_offset <= end_offset < {length}, "
-                "the characters of the content. Write the parts in order",
+                f"{where}[{number}] must have offsets with {before} <= begin_offset <= end_offset < "
+                f"{length}, which is the length of the content. Write the parts in order",
             )
         # end_offset is the last character, as in axolotl
         parts.append(Part(begin, end + 1, read_weight(factor, f"{where}[{number}]")))
@@ -258,19 +256,15 @@ def _read_parts(value: object, where: str, length: int) -> tuple[Part, ...]:
 def read_weight(value: object, where: str) -> float:
     """Return a loss weight. Raises RowError for another value."""
     if not isinstance(value, int | float) or not (value == 0 or MIN_WEIGHT <= value <= MAX_WEIGHT):
-        raise RowError(
-            "wrong_type",
-            f"{where} must be a loss weight, 0 or a number from {MIN_WEIGHT} to {MAX_WEIGHT:,}, not {value!r}"[
-                :200
-            ],
-        )
+        expected = f"a loss weight, 0 or a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        raise RowError("wrong_type", f"{where} must be {expected}, not {value!r}"[:200])
     return float(value)
 
 
 def _weights_of(
     messages: list[Message], row: Mapping[str, object], spec: RowSpec
 ) -> tuple[tuple[int, ...], tuple[AnswerWeights, ...]]:
-    """Return which of the assistant's messages carry no loss, and the weights of all of them if they differ."""
+    """Return which of the assistant's messages carry no loss, and the weights of all."""
     of_row = row_weight(row, spec)
     answers = [message.loss for message in messages if message.role == "assistant"]
     answers = [loss._replace(weight=loss.weight * of_row) for loss in answers]

@@ -167,7 +167,7 @@ def test_a_prompt_and_its_completion_may_be_messages() -> None:
                 *([{"type": "text", "text": None}], [{"type": "text", "text": "q", "weight": 0}]),
             )
         ),
-        *((marked({}, mark), "wrong_type") for mark in ({"weight": 0.5}, {"loss_mask": 1}, {"mask": "User"})),
+        *((marked({}, mark), "wrong_type") for mark in ({"weight": -1}, {"loss_mask": 1}, {"mask": "User"})),
         ({"messages": [USER | {"train": True}, ANSWER]}, "wrong_type"),  # it is never trained on
         ({**PAIR, "output": "", "answer": "B"}, "empty_response"),  # an empty column is not passed over
         ({"messages": [], **PAIR}, "bad_roles"),
@@ -259,15 +259,15 @@ def test_prompts_have_the_ids_of_generation(template: str) -> None:
     saved = tokenizer_with(template)
     reference = AutoTokenizer.from_pretrained(saved.parent)
     messages = json.loads(PLAIN.messages)
-    ((ids, spans),) = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
-    assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
+    ((ids, spans, _),) = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
+    assert spans[-1][1] == len(ids), "nothing after the last answer is kept"
     first = reference.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
-    assert ids[: spans[0, 0]] == first
+    assert ids[: spans[0][0]] == first
     whole = reference.apply_chat_template(messages)["input_ids"][: len(ids)]
     assert reference.decode(ids) == reference.decode(whole)
     if template is not LLAMA:  # there a space of the answer's first word is a token by itself
         assert ids == whole
-        assert [decoded(saved, ids[a:b]) for a, b in spans] == ["a0 0<|im_end|>", "a1 0<|im_end|>"]
+        assert [decoded(saved, ids[a:b]) for a, b, _ in spans] == ["a0 0<|im_end|>", "a1 0<|im_end|>"]
 
 
 CONTENT = st.lists(
@@ -285,10 +285,10 @@ def test_special_tokens_in_messages_never_end_a_turn(turns: list[tuple[str, str]
     backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
     spoken_turns = (turn for q, a in turns for turn in (("user", q), ("assistant", a)))
     row = Chat(json.dumps(talk(*spoken_turns)["messages"]))
-    ((ids, spans),) = ChatEncoder(saved, read_template(saved, "t")).encode(row)
+    ((ids, spans, _),) = ChatEncoder(saved, read_template(saved, "t")).encode(row)
     begin, end = (backend.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
     assert ids.count(begin) == ids.count(end) == 2 * len(turns)
-    for (_, answer), (start, stop) in zip(turns, spans, strict=True):
+    for (_, answer), (start, stop, _) in zip(turns, spans, strict=True):
         assert ids[stop - 1] == end
         assert decoded(saved, ids[start : stop - 1]).strip() == answer.strip()
 

@@ -130,7 +130,7 @@ def sequences(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
     ends = np.cumsum(encoded.lengths).tolist()
     results = []
     for length, end, spans in zip(encoded.lengths, ends, encoded.spans, strict=True):
-        mask = [any(a <= i < b for a, b in spans) for i in range(length)]
+        mask = [any(a <= i < b for a, b, _ in spans) for i in range(length)]
         results.append((encoded.ids[end - length : end].tolist(), mask))
     return results
 
