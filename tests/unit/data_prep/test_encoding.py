@@ -116,6 +116,7 @@ DIALOGUES = st.builds(
     st.lists(EXCHANGES, min_size=1, max_size=4).map(tuple),
     st.one_of(st.just(""), CONTENT),
     unsupervised=st.just(()),
+    weights=st.just(()),
 )
 
 
