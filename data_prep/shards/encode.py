@@ -169,19 +169,19 @@ class RowEncoder:
                 begin = self._count(ids)
                 ids += next(responses) + self.eos
                 if number not in row.unsupervised:
-                    weights = row.weights[number] if row.weights else AnswerWeights()
+                    weights = row.weights[number] if row.weights else None
                     spans += self._weighted(turn.text[turn.start :], weights, begin, self._count(ids))
             fitted.append(self._fit(self._array(ids), np.array(spans, SPAN), counts))
         return fitted
 
     def _weighted(
-        self, response: str, weights: AnswerWeights, begin: int, stop: int
+        self, response: str, weights: AnswerWeights | None, begin: int, stop: int
     ) -> list[tuple[int, int, float]]:
         """Return the supervised spans of a response with the tokens [begin, stop)."""
-        starts: list[int] = []
-        if weights.parts is not None:
-            encoding = self.text.continuing.encode(response, add_special_tokens=False)
-            starts = [start for start, _ in encoding.offsets]
+        if weights is None:
+            return [(begin, stop, 1.0)]
+        encoding = self.text.continuing.encode(response, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
         return weighted_answer(begin, stop, starts, weights.by_character(len(response), 0, len(response)))
 
     def _count(self, ids: bytes | bytearray) -> int:
