@@ -26,6 +26,7 @@ from emo.data_prep.shards.format import TokenDataset
 from emo.pipeline.batches.config import MixtureConfig
 from emo.pipeline.batches.order import MixedOrder, MixtureStart
 from emo.pipeline.checkpoint.export import export_checkpoint
+from emo.pipeline.config import load_config
 from emo.pipeline.control.heartbeat import read_ranks
 from emo.pipeline.control.run_dir import (
     BAD_BATCHES,
@@ -46,6 +47,7 @@ from emo.pipeline.control.run_dir import (
 from emo.pipeline.control.stop import node_name
 from emo.pipeline.engine.snapshots import Snapshots
 from emo.pipeline.monitor.documents import compute_change, read_documents
+from emo.pipeline.planning.checks import check_run
 from tests.helpers import launching
 from tests.helpers.corpus import alpaca_rows
 from tests.helpers.launching import losses, wait_for_step
@@ -255,6 +257,9 @@ def test_weighted_data_give_the_same_run_on_any_ranks_and_after_a_kill(tmp_path:
         assert result == pytest.approx(expected, rel=1e-5)
     measured = [[r["validation_nll"] for r in read_validations(run_dir)] for run_dir in (one, two)]
     assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+    objective = "{name: kl, teacher: {ema: 0.9}, on_policy: {share: 1, tokens: 6}}"
+    with refused("weighted-prompts"):
+        check_run(load_config(recipe, [f"objective={objective}"]), 1)
     first = read_steps(two)[0]
     weights, nlls = zip(*((part["tokens"], part["nll"]) for part in first["domains"].values()), strict=True)
     assert first["nll"] == pytest.approx(np.average(nlls, weights=weights), rel=1e-5)
