@@ -67,6 +67,7 @@ def read_chat_template(config: DataConfig, directory: Path) -> ChatTemplate | No
         config.template,
         config.template_variables,
         config.reasoning,
+        config.reasoning_weight,
     )
 
 

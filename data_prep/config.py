@@ -46,7 +46,7 @@ USED: dict[str, Callable[[Any], bool]] = {
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
 }
-FORMAT = 6  # version of prepared data. Raise it if the same configuration gives other bytes
+FORMAT = 7  # version of prepared data. Raise it if the same configuration gives other bytes
 SET = "if set"  # marks newer fields, which are not part of `settings` unless they are set
 
 TRAIN = "train"  # the training data
@@ -54,7 +54,10 @@ VALIDATION = "validation"  # an unnamed validation set
 DEFAULT_DOMAIN = "default"  # of sources without a domain
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # pattern of names of domains and validation sets
 MAX_TOKENS = 1 << 20  # in a row
-INSTRUCTION = ("instruction", "input", "output", "system", "history", "messages", "role", "content", "tools")
+INSTRUCTION = (
+    *("instruction", "input", "output", "system", "history", "weight"),
+    *("messages", "role", "content", "tools"),
+)
 PARTS = {"text": ("text",), "instruct": INSTRUCTION}  # keys of Source.columns
 
 
@@ -156,6 +159,8 @@ class DataConfig(Section):
     reasoning: Literal["keep", "drop", "mask_empty"] = mark("chat", "mask_empty")
     """Loss on reasoning in a chat template. `mask_empty`: on everything that the template writes except empty
     thinking blocks. `keep`: on everything. `drop`: the row's reasoning is removed."""
+    reasoning_weight: float = mark("chat", 1.0, ge=0, le=1_000_000)
+    """Factor on the loss weight of the reasoning in answers of a chat template. 0: no loss on it."""
     template_variables: dict[str, Any] = mark("chat", {})
     """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD, default
     2026-01-01) is the current date for the template."""
@@ -212,8 +217,12 @@ class DataConfig(Section):
             raise ValueError("validation_group needs validation_fraction")
         if self.by_chat_template and self.train_tokenizer:
             raise ValueError(f"template: {self.template} needs the tokenizer of a model, not train_tokenizer")
-        if not self.by_chat_template and (self.reasoning != "mask_empty" or self.template_variables):
-            raise ValueError("reasoning and template_variables are for chat templates; set template to one")
+        changed = self.reasoning != "mask_empty" or self.reasoning_weight != 1 or self.template_variables
+        if not self.by_chat_template and changed:
+            raise ValueError(
+                "reasoning, reasoning_weight and template_variables are for chat templates; "
+                "set template to one"
+            )
         if reserved := next((name for name in self.template_variables if name in GIVEN), None):
             raise ValueError(f"template_variables: {reserved} comes from the rows. Remove it")
         try:

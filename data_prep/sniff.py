@@ -276,6 +276,8 @@ def _describe(look: Look) -> list[str]:
     lines.append(f"{used}; rejected: {listed}")
     if fault := next((row for row in rejected if row.detail), None):
         lines.append(f"the first of these: {fault.reason.replace('_', ' ')} ({fault.detail})")
+    if weighted := sum(bool(row.weights) for _, row in look.good if isinstance(row, Conversation | Chat)):
+        lines.append(f"rows with loss weights: {weighted:,}")
     if unused := sum(row.unused for _, row in look.good if isinstance(row, Conversation | Chat)):
         lines.append(f"messages left out, before the first prompt or after the last response: {unused:,}")
     return lines
@@ -316,7 +318,7 @@ def _examples(
             supervised = np.zeros(len(encoded.ids), bool)
             starts = np.cumsum(encoded.lengths) - encoded.lengths
             for start, spans in zip(starts.tolist(), encoded.spans, strict=True):
-                for begin, end in spans:
+                for begin, end, _ in spans.tolist():
                     supervised[start + begin : start + end] = True
         else:
             ids = encoder.texts([row], look.input.name).ids

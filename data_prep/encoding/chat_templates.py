@@ -58,6 +58,7 @@ class ChatTemplate(NamedTuple):
     specials: tuple[str, ...]  # special tokens that only the template may write. In messages they are text
     variables: str = "{}"  # JSON: data.template_variables
     reasoning: str = "mask_empty"  # data.reasoning
+    reasoning_weight: float = 1.0  # data.reasoning_weight
 
     @property
     def digest(self) -> str:
@@ -90,6 +91,7 @@ def read_template(
     built_in: str = "chat_template",
     variables: Mapping[str, object] | None = None,
     reasoning: str = "mask_empty",
+    reasoning_weight: float = 1.0,
 ) -> ChatTemplate:
     """Return the chat_template for a saved tokenizer. Raises UserError.
 
@@ -99,6 +101,7 @@ def read_template(
         built_in: data.template, a built-in template, or chat_template for the template of the tokenizer.
         variables: data.template_variables.
         reasoning: data.reasoning.
+        reasoning_weight: data.reasoning_weight.
     """
     from .tokenizer import chat_template, special_names
     from .words import special_tokens
@@ -133,7 +136,7 @@ def read_template(
     specials = tuple(sorted(known, key=len, reverse=True))  # the longest match is used
     names = tuple(sorted(special_names(directory).items()))
     written = json.dumps(variables or {}, sort_keys=True, default=str)  # YAML reads a date as one
-    return ChatTemplate(text, names, specials, written, reasoning)
+    return ChatTemplate(text, names, specials, written, reasoning, reasoning_weight)
 
 
 def fixed_date(variables: Mapping[str, object]) -> datetime.date:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from .message_forms import (
 )
 from .signs import INSIDE, TAGS, SignedChat, SignedText
 from .templates import Chat
+from .weights import AnswerWeights
 
 CACHE_SIZE = 4096  # texts between signs that are remembered
 THOUGHTS = (*REASONING, INSIDE)
@@ -56,6 +57,7 @@ class AnswerSpan(NamedTuple):
     start: int  # characters
     stop: int
     masked: int  # characters from `start` on without loss: an empty thinking block
+    weights: Sequence[float] | None = None  # of each character, and of the token after them; None: 1
 
 
 class ChatExample(NamedTuple):
@@ -104,7 +106,10 @@ class ChatWriter:
 
     def examples(self, chat: Chat, exact: bool = False) -> list[ChatExample]:
         """Return the examples of a chat. With `exact` every prompt is rendered. Raises RefusedError."""
-        return self._try_forms(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
+        examples = self._try_forms(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
+        if not chat.weights and self.template.reasoning_weight == 1:
+            return examples
+        return [self._weighted(chat, example) for example in examples]
 
     def prompt(self, messages: list[Message]) -> str:
         """Return messages as text, up to the beginning of an answer. Raises RefusedError."""
@@ -228,6 +233,27 @@ class ChatWriter:
                 masked = empty.end() - start if empty else 0
             answers.append(AnswerSpan(number, start, stop, masked))
         return ChatExample(written.text, tuple(answers))
+
+    def _weighted(self, chat: Chat, example: ChatExample) -> ChatExample:
+        """Return an example with the weights of the characters of its answers. Raises RefusedError."""
+        assert self._last_read is not None  # by `examples`
+        _, messages, _ = self._last_read
+        indices = assistant_indices(messages)
+        answers = []
+        for answer in example.answers:
+            message = messages[indices[answer.number]]
+            text = example.text[answer.start : answer.stop]
+            asked = chat.weights[answer.number] if chat.weights else AnswerWeights()
+            content = (0, 0)
+            if asked.parts is not None:
+                content = _find_content(json.loads(chat.messages)[indices[answer.number]], message, text)
+            weights = asked.by_character(len(text), *content)
+            for thought in map(str.strip, reasoning_of(message)):
+                if self.template.reasoning_weight != 1 and thought and (start := text.find(thought)) >= 0:
+                    inside = slice(start, start + len(thought))
+                    weights[inside] = [self.template.reasoning_weight * weight for weight in weights[inside]]
+            answers.append(answer._replace(weights=weights))
+        return example._replace(answers=tuple(answers))
 
     # --- one answer ---------------------------------------------------------------------------------------
 
@@ -408,6 +434,25 @@ class ChatWriter:
             if len(seen) >= len(signed.fields):
                 return None, seen
         return signed, seen
+
+
+def _find_content(row: Message, message: Message, answer: str) -> Span:
+    """Return where an answer has the content of its message. Raises RefusedError if that is not certain.
+
+    row: the message in the row, whose offsets the weights have. message: as the template gets it.
+    """
+    content = message.get("content")
+    text = content[0]["text"] if isinstance(content, list) else content
+    if isinstance(text, str) and text.strip() and text == row.get("content"):
+        for core in dict.fromkeys((text, text.strip())):  # templates strip white space
+            if answer.count(core) == 1:
+                start = answer.find(core) - text.find(core)
+                return start, answer.find(core) + len(core)
+    raise RefusedError(
+        "response_not_found",
+        "weights of parts of a content: the chat_template does not write this content unchanged and once. "
+        "Set the weight of the message",
+    )
 
 
 def _unlearnable(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from emo.common.errors import UserError
 
@@ -13,9 +13,7 @@ from .chat_templates import ChatTemplate, Message, RefusedError, fixed_date
 from .chat_writer import ChatWriter
 from .message_forms import PROBE
 from .templates import Chat
-
-if TYPE_CHECKING:  # commands start faster without it
-    import numpy as np
+from .weights import weighted_answer
 
 NEAR = 64  # characters on either side of the border between prompt and answer that decide its tokens
 
@@ -47,7 +45,15 @@ class _Stretch(NamedTuple):
     """A stretch of text as tokens."""
 
     ids: list[int]
-    ends: list[int]  # where the tokens of its first piece end, in characters
+    offsets: list[tuple[int, int]]  # where each token begins and ends, in characters, if requested
+
+
+class EncodedExample(NamedTuple):
+    """An example as tokens."""
+
+    ids: list[int]
+    spans: list[tuple[int, int, float]]  # start, stop and weight of supervised tokens
+    ends: list[int]  # tokens that end its answers
 
 
 class ChatEncoder:
@@ -68,14 +74,13 @@ class ChatEncoder:
         tokens = "|".join(map(re.escape, template.specials))  # the longest first
         self._specials = re.compile(tokens) if tokens else None
 
-    def encode(self, chat: Chat) -> list[tuple[list[int], np.ndarray]]:
-        """Return the examples of a chat: ids, and the supervised ranges as int64 [answers, 2]."""
-        import numpy as np
-
-        encoded = []
+    def encode(self, chat: Chat) -> list[EncodedExample]:
+        """Return the examples of a chat."""
+        encoded: list[EncodedExample] = []
         for example in self.writer.examples(chat):
             ids: list[int] = []
-            supervised = []
+            spans: list[tuple[int, int, float]] = []
+            ends: list[int] = []
             done = 0  # end of the encoded text
             end = ""  # special token before it
             for number, answer in enumerate(example.answers, 1):
@@ -83,18 +88,22 @@ class ChatEncoder:
                 context = self._encode_stretch(end + example.text[done : answer.start], self._beginning).ids
                 prompt = ids + context[bool(end) :]
                 text = example.text[answer.start : answer.stop]
-                stretch = self._encode_stretch(text, self._continuing, answer.masked > 0)
-                masked = sum(stop <= answer.masked for stop in stretch.ends)
-                supervised.append((len(prompt) + masked, len(prompt) + len(stretch.ids)))
+                with_offsets = answer.masked > 0 or answer.weights is not None
+                stretch = self._encode_stretch(text, self._continuing, with_offsets)
+                masked = sum(stop <= answer.masked for _, stop in stretch.offsets)
+                starts = [start for start, _ in stretch.offsets[masked:]]
+                begin, stop = len(prompt) + masked, len(prompt) + len(stretch.ids)
+                spans += weighted_answer(begin, stop, starts, answer.weights)
+                ends += stretch.ids[-1:]
                 if number < len(example.answers) and self._merges(example.text[: answer.start], text):
                     # Later prompts have other ids for this answer, so they become another example.
-                    encoded.append((prompt + stretch.ids, np.array(supervised, np.int64)))
-                    supervised = []
+                    encoded.append(EncodedExample(prompt + stretch.ids, spans, ends))
+                    spans, ends = [], []
                     continue
                 ids = prompt + stretch.ids
                 done = answer.stop
                 end = self.writer.template.last(example.text[: answer.stop])
-            encoded.append((ids, np.array(supervised, np.int64)))
+            encoded.append(EncodedExample(ids, spans, ends))
         return encoded
 
     def prompt(self, messages: list[Message]) -> list[int]:
@@ -110,14 +119,16 @@ class ChatEncoder:
         both = self._encode_stretch(tail + answer[:NEAR], self._beginning).ids
         return both[: len(alone)] != alone
 
-    def _encode_stretch(self, text: str, tokenizer: Any, with_ends: bool = False) -> _Stretch:
+    def _encode_stretch(self, text: str, tokenizer: Any, with_offsets: bool = False) -> _Stretch:
         """Return the tokens of a text. Special tokens in the messages are encoded as text.
 
-        `tokenizer` encodes the first piece. `with_ends`: return where the tokens of that piece end.
+        `tokenizer` encodes the first piece. `with_offsets`: return the offsets of the tokens.
         """
         ids: list[int] = []
-        ends: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        position = 0
         for i, piece in enumerate(self.writer.renderer.patterns[False][1].split(text)):
+            position += i % 2  # a mark
             if not piece:  # None for a lone mark
                 continue
             first = self._plain if i % 2 else tokenizer if i == 0 else self._continuing
@@ -128,5 +139,8 @@ class ChatEncoder:
                 if part:
                     encoding = encodes.encode(part, add_special_tokens=False)
                     ids += encoding.ids
-                    ends += [start + stop for _, stop in encoding.offsets] if with_ends and i == 0 else []
-        return _Stretch(ids, ends)
+                    if with_offsets:
+                        base = position + start
+                        offsets += [(base + begin, base + stop) for begin, stop in encoding.offsets]
+            position += len(piece) + i % 2
+        return _Stretch(ids, offsets)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 ROWS = 1024  # packed at once
+# Supervised tokens of an example: start, stop and loss weight.
+SPAN = np.dtype([("start", np.int64), ("stop", np.int64), ("weight", np.float32)])
 
 
 class PackedRows(NamedTuple):
@@ -22,6 +24,10 @@ class PackedRows(NamedTuple):
     span_counts: np.ndarray  # int64 [rows]: numbers in `spans`, two for each span
     valid: np.ndarray  # int64 [rows]: supervised targets after the shift
     domain: int  # number of the domain of all rows
+    # Instruct only:
+    weights: np.ndarray = np.zeros(0, np.float32)  # of each span of the rows that have weights
+    weight_counts: np.ndarray = np.zeros(0, np.int64)  # int64 [rows]: numbers in `weights`
+    weight: np.ndarray = np.zeros(0)  # float64 [rows]: sum of the weights of the targets
 
 
 class BlockPacker:
@@ -112,7 +118,7 @@ def packed_rows(
         ids: flat tokens, may be a memory map.
         starts: int64 [n], the beginning of each example in `ids`.
         lengths: int64 [n].
-        spans: int64 [k, 2] for each example, supervised tokens relative to its start.
+        spans: of each example, SPAN [k], relative to its start.
         sources: uint64 [n].
         block: most tokens of a row.
         domain: number of the domain.
@@ -125,17 +131,25 @@ def packed_rows(
         row = np.repeat(np.arange(len(counts)), counts)
         tokens = np.bincount(row, sizes).astype(np.int64)
         offsets = np.cumsum(sizes) - sizes - (np.cumsum(tokens) - tokens)[row]  # in their rows
-        supervised = [spans[member] for member in members]
-        # Nothing predicts the first token of a segment.
-        targets = [int((span[:, 1] - np.maximum(span[:, 0], 1)).sum()) for span in supervised]
+        of_example = [len(spans[member]) for member in members]
+        supervised = np.concatenate([spans[member] for member in members])
+        start, stop, weight = (supervised[name] for name in ("start", "stop", "weight"))
+        row_of_span = np.repeat(row, of_example)
+        span_counts = np.bincount(row_of_span, minlength=len(counts))
+        targets = stop - np.maximum(start, 1)  # nothing predicts the first token of a segment
+        weighted = np.bincount(row_of_span, weight != 1, len(counts)) > 0
+        bounds = np.stack((start, stop), 1) + np.repeat(offsets, of_example)[:, None]
         yield PackedRows(
             np.concatenate([ids[starts[m] : starts[m] + lengths[m]] for m in members]),
             tokens,
             sizes,
             counts,
             sources[members],
-            np.concatenate([span + offset for span, offset in zip(supervised, offsets, strict=True)]).ravel(),
-            np.bincount(row, [span.size for span in supervised]).astype(np.int64),
-            np.bincount(row, targets).astype(np.int64),
+            bounds.ravel(),
+            2 * span_counts,
+            np.bincount(row_of_span, targets, len(counts)).astype(np.int64),
             domain,
+            weight[weighted[row_of_span]],
+            span_counts * weighted,
+            np.bincount(row_of_span, targets * weight.astype(np.float64), len(counts)),
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .weights import AnswerWeights
+
 
 class Exchange(NamedTuple):
     """A prompt and the response to it. `input` is Alpaca's additional context, often empty."""
@@ -26,6 +28,7 @@ class Conversation(NamedTuple):
     system: str = ""
     unused: int = 0  # messages left out before the first prompt and after the last response
     unsupervised: tuple[int, ...] = ()  # numbers of the responses that the row marks as without loss
+    weights: tuple[AnswerWeights, ...] = ()  # of each response; empty: all are 1
 
 
 class Chat(NamedTuple):
@@ -35,6 +38,7 @@ class Chat(NamedTuple):
     tools: str = ""  # JSON: schemas of the tools
     unused: int = 0  # messages left out before the first prompt and after the last response
     unsupervised: tuple[int, ...] = ()  # numbers of the answers that the row marks as without loss
+    weights: tuple[AnswerWeights, ...] = ()  # of each answer; empty: all are 1
 
 
 class Turn(NamedTuple):
@@ -44,6 +48,7 @@ class Turn(NamedTuple):
     start: int  # character at which the response, and the loss, begins
 
 
+ANSWER_FOLLOWS = ("### Response:", "ASSISTANT:")  # how prompts end
 _ALPACA = "Below is an instruction that describes a task"
 _ALPACA_PLAIN = _ALPACA + ". Write a response that appropriately completes the request."
 _ALPACA_INPUT = (

@@ -438,7 +438,8 @@ def judge_payload(
             detail = f"the chat_template leaves out {', '.join(lost)}. {advice}, or remove them"
             judged[number] = JudgedRow(Rejected(LEFT_OUT, detail))
         else:
-            judged[number] = each._replace(hash=content_hash(json.dumps(examples)), left_out=tuple(left_out))
+            written = [(text, [answer[:4] for answer in answers]) for text, answers in examples]  # no weights
+            judged[number] = each._replace(hash=content_hash(json.dumps(written)), left_out=tuple(left_out))
     return judged
 
 

@@ -18,8 +18,10 @@ from emo.common.errors import UserError
 
 from ..encoding.chat_templates import ChatTemplate
 from ..encoding.chats import ChatEncoder
+from ..encoding.pack import SPAN
 from ..encoding.templates import Chat, Conversation, render
 from ..encoding.tokenizer import TokenizerFacts
+from ..encoding.weights import AnswerWeights, weighted_answer
 from ..encoding.words import TextEncoder
 from ..selection.contamination import Finder, load
 from ..selection.plan import Plan, ShardPart
@@ -33,7 +35,7 @@ from .reencode import Sampled, sample
 NONE = np.zeros(0, np.int64)
 SAMPLE_CHARS = 1000  # compared characters of a row
 
-Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and int64 [k, 2] the supervised spans
+Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and SPAN [k] their supervised spans
 
 
 class EncodeSettings(NamedTuple):
@@ -54,7 +56,7 @@ class Encoded(NamedTuple):
 
     ids: np.ndarray  # uint16 or uint32
     lengths: np.ndarray  # int64 [sequences]
-    spans: list[np.ndarray]  # instruct: int64 [k, 2] supervised tokens of each sequence
+    spans: list[np.ndarray]  # instruct: SPAN [k] of each sequence
     sources: np.ndarray  # uint64 [sequences]: a hash of the tokens of each sequence's row
     documents: int  # input rows
     counts: Counter[str]  # what was cut or dropped, by reason
@@ -142,12 +144,12 @@ class RowEncoder:
         """
         if self.chat is not None:
             chats = [self.chat.encode(row) for row in rows if isinstance(row, Chat)]
-            ends.update(ids[stop - 1] for chat in chats for ids, spans in chat for _, stop in spans)
+            ends.update(end for chat in chats for example in chat for end in example.ends)
             return [
                 [
                     sequence
-                    for ids, spans in chat
-                    for sequence in self._fit(np.array(ids, self.dtype), spans, counts)
+                    for ids, spans, _ in chat
+                    for sequence in self._fit(np.array(ids, self.dtype), np.array(spans, SPAN), counts)
                 ]
                 for chat in chats
             ]
@@ -161,15 +163,26 @@ class RowEncoder:
         fitted = []
         for row, example in zip(conversations, examples, strict=True):
             ids = bytearray(self.bos)
-            spans = []
-            for number in range(len(example)):
+            spans: list[tuple[int, int, float]] = []
+            for number, turn in enumerate(example):
                 ids += next(prompts)
                 begin = self._count(ids)
                 ids += next(responses) + self.eos
                 if number not in row.unsupervised:
-                    spans.append((begin, self._count(ids)))
-            fitted.append(self._fit(self._array(ids), np.array(spans, np.int64), counts))
+                    weights = row.weights[number] if row.weights else None
+                    spans += self._weighted(turn.text[turn.start :], weights, begin, self._count(ids))
+            fitted.append(self._fit(self._array(ids), np.array(spans, SPAN), counts))
         return fitted
+
+    def _weighted(
+        self, response: str, weights: AnswerWeights | None, begin: int, stop: int
+    ) -> list[tuple[int, int, float]]:
+        """Return the supervised spans of a response with the tokens [begin, stop)."""
+        if weights is None:
+            return [(begin, stop, 1.0)]
+        encoding = self.text.continuing.encode(response, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
+        return weighted_answer(begin, stop, starts, weights.by_character(len(response), 0, len(response)))
 
     def _count(self, ids: bytes | bytearray) -> int:
         return len(ids) // self.dtype.itemsize
@@ -192,10 +205,12 @@ class RowEncoder:
         used = 0
         for start in range(0, len(ids) if policy == "split" else 1, block):
             piece = ids[start : start + block]
-            inside = np.clip(spans - start, 0, len(piece))
-            inside = inside[inside[:, 0] < inside[:, 1]]
+            inside = spans.copy()
+            for bound in ("start", "stop"):
+                inside[bound] = np.clip(spans[bound] - start, 0, len(piece))
+            inside = inside[inside["start"] < inside["stop"]]
             # Nothing predicts the first token of a piece, so more than that must be supervised.
-            if len(inside) and inside[-1, 1] > 1:
+            if len(inside) and inside["stop"][-1] > 1:
                 fitted.append((piece, inside))
                 used += len(piece)
             elif policy == "split":

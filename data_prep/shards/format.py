@@ -7,7 +7,9 @@ and `manifest.json`, which is written last: without it the directory is not a da
     segment_lengths  list<uint32>            tokens of each document or example in the row
     sources          list<uint64>            document or example of each segment, as a hash of all its tokens
     loss_spans       list<uint32>            instruct only: start and end of each stretch of supervised tokens
-    valid            uint32                  supervised targets after the shift
+    loss_weights     list<float32>           instruct only: weight of each span, empty if all are 1
+    weight           double                  instruct only: sum of the weights of the supervised targets
+    valid            uint32                  supervised targets after the shift, each counted once
     domain           uint16                  index in the manifest's `domains`, the same for all segments
 """
 
@@ -116,6 +118,7 @@ def schema(kind: str, dtype: np.dtype) -> pa.Schema:
     columns.append(("sources", pa.list_(pa.uint64())))
     if kind == "instruct":
         columns.append(("loss_spans", uint32))
+        columns += [("loss_weights", pa.list_(pa.float32())), ("weight", pa.float64())]
     return pa.schema([*columns, ("valid", pa.uint32()), ("domain", pa.uint16())])
 
 
@@ -185,7 +188,8 @@ class Shard:
             batch.validate(full=True)
             if batch.nbytes > len(self._map) or any(column.null_count for column in batch.columns):
                 raise ValueError("a batch is packed or has gaps")
-        self._read = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
+        instruct = ["loss_spans", "loss_weights"] if kind == "instruct" else []
+        self._read = ["input_ids", "segment_lengths", *instruct]
         names = [*self._read, "sources"]
         # Offsets and values of list columns, as views of the mapped file (`to_numpy` would import pandas).
         lists = {name: [batch.column(name) for batch in batches] for name in names}
@@ -195,12 +199,21 @@ class Shard:
         }
         valid = [np.from_dlpack(batch.column("valid")) for batch in batches]
         self.valid = np.concatenate([np.zeros(0, np.int64), *valid]).astype(np.int64)
+        self.weight = self.valid
+        self.weight_range = (1.0, 1.0)  # smallest and largest weight of a span
+        weights = [values for _, values in self.columns["loss_weights"] if len(values)] if instruct else []
+        if weights:
+            self.weight = np.concatenate([np.from_dlpack(batch.column("weight")) for batch in batches])
+            spans = sum(len(values) for _, values in self.columns["loss_spans"]) // 2
+            others = [1.0] if sum(map(len, weights)) < spans else []
+            low, high = (f([*others, *map(f, weights)]) for f in (np.min, np.max))
+            self.weight_range = float(low), float(high)
         domain = [np.from_dlpack(batch.column("domain")) for batch in batches]
         self.domain = np.concatenate([np.zeros(0, np.uint16), *domain])
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
 
     def row(self, row: int) -> list[np.ndarray]:
-        """Return the columns of a row: input_ids, segment_lengths and, for instruct, loss_spans."""
+        """Return the columns of a row: input_ids, segment_lengths, and the spans and weights of instruct."""
         return [self.cell(name, row) for name in self._read]
 
     def cell(self, column: str, row: int) -> np.ndarray:
@@ -254,6 +267,10 @@ class TokenDataset:
         self._read = 0
         self.valid = np.concatenate([shard.valid for shard in self._shards])
         self.domain = np.concatenate([shard.domain for shard in self._shards])  # uint16 [rows], of `domains`
+        ranges = [shard.weight_range for shard in self._shards]
+        self.weight_range = min(low for low, _ in ranges), max(high for _, high in ranges)
+        self.weighted = self.weight_range != (1, 1)
+        self.weight = np.concatenate([shard.weight for shard in self._shards])  # sums of weights [rows]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -269,24 +286,29 @@ class TokenDataset:
                 yield f"{path} cannot be read ({error.strerror}); {AGAIN}"
 
     def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return rows as int64 arrays [b, block]: input_ids, labels, position_ids.
+        """Return rows as int64 arrays [b, block]: input_ids, labels, position_ids, loss_weights.
 
         Labels are shifted: labels[i] is the token that position i predicts, or -100 if the next token belongs
         to another segment, is not supervised or is padding. Positions restart at 0 in every segment. Padding
-        (ids 0) is a separate last segment.
+        (ids 0) is a separate last segment. The weights of the labels are float32, and only data with weights
+        have them.
         """
         width = self.manifest.block
         ids = np.zeros((len(rows), width), np.int64)
         labels = np.full((len(rows), width), IGNORE, np.int64)
         positions = np.empty((len(rows), width), np.int64)
+        weights = np.ones((len(rows), width), np.float32) if self.weighted else None
         for i, row in enumerate(rows):
             tokens, segments, *spans = self._row(int(row))
             n = len(tokens)
             ids[i, :n] = tokens
             if spans:
-                for start, end in spans[0].reshape(-1, 2).tolist():
+                of_spans = spans[1].tolist()
+                for number, (start, end) in enumerate(spans[0].reshape(-1, 2).tolist()):
                     first = max(start, 1)
                     labels[i, first - 1 : end - 1] = tokens[first:end]
+                    if weights is not None and of_spans:
+                        weights[i, first - 1 : end - 1] = of_spans[number]
             else:
                 labels[i, : n - 1] = tokens[1:]
             ends = np.cumsum(segments, dtype=np.int64)
@@ -294,7 +316,13 @@ class TokenDataset:
             starts = np.concatenate([[0], ends])
             lengths = np.append(segments, width - n)
             positions[i] = np.arange(width) - np.repeat(starts, lengths)
-        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+        batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return batch if weights is None else batch | {"loss_weights": weights}
+
+    def describe_weights(self) -> str:
+        """Return the range of the loss weights of data with weights, and their sum."""
+        low, high = self.weight_range
+        return f"{low:g} to {high:g}; {self.valid.sum():,} tokens weigh {self.weight.sum():,.1f}"
 
     def tokens_of(self, row: int) -> int:
         """Return the number of tokens in a row without padding."""
@@ -325,6 +353,8 @@ class TokenDataset:
                 problem = f"token id {tokens.max()} of a vocabulary of {vocab_size}"
             elif len(starts) != len(ends) or (starts >= ends).any() or (ends > len(tokens)).any():
                 problem = "supervised spans beyond its end"
+            elif spans and not _are_weights(spans[1], len(starts)):
+                problem = "weights that are not one positive number for each supervised span"
             if problem is not None:
                 ((file, number),) = self.provenance(np.array([row]))
                 return f"{self.directory / file}, row {number}, is damaged: {problem}"
@@ -376,6 +406,11 @@ class TokenDataset:
             for opened in self._shards:
                 opened.release()
         return self._shards[shard].row(number)
+
+
+def _are_weights(weights: np.ndarray, spans: int) -> bool:
+    """Return whether the weights of a row are those of its spans."""
+    return not len(weights) or (len(weights) == spans and bool((np.isfinite(weights) & (weights > 0)).all()))
 
 
 def is_prepared(config: DataConfig) -> bool:

@@ -49,6 +49,7 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
         domain = data.domains[data.domain[row]]
         suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
         supervised = counted(int(data.valid[row]), "supervised token")
+        supervised += f" of weight {data.weight[row]:g}" if data.weighted else ""
         console.rule(escape(f"row {row}  ({file} row {number}{suffix}, {supervised})"))
         console.print(render_row(data, row, tokenizer, colours))
     legend = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
@@ -108,6 +109,8 @@ def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
         "tokenizer": m.tokenizer_fingerprint[:16],
         "fingerprint": m.fingerprint[:16],
     } | {name.replace("_", " "): f"{count:,}" for name, count in m.counts.items()}
+    if data.weighted:
+        rows["loss weights"] = data.describe_weights()
     for name, value in rows.items():
         table.add_row(_cell(name), _cell(value))
     yield table

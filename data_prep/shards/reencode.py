@@ -21,8 +21,9 @@ from emo.common.errors import UserError
 from ..config import DataConfig, by_chat_template
 from ..encoding.chat_templates import ChatTemplate
 from ..encoding.chat_writer import ChatWriter
-from ..encoding.templates import Chat, Conversation, render
+from ..encoding.templates import ANSWER_FOLLOWS, Chat, Conversation, render
 from ..encoding.tokenizer import TokenizerFacts
+from ..encoding.weights import AnswerWeights, weighted_answer
 from ..selection.plan import ShardPart
 from ..sources.rows import plain_text, take
 from ..sources.spec import Row, TokenIds
@@ -34,7 +35,8 @@ DOCUMENTS = 8  # documents of a shard that `verify` encodes again
 MAX_TOKENS = 512  # compared tokens of a document
 MARGIN = 16  # last tokens of a text's beginning, which may depend on the text after it
 Sampled = tuple[int, Row]  # number of a row among the encoded rows of a part, copies included, and the row
-Tokens = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of supervised spans
+# ids, and start, end and weight of supervised spans
+Tokens = tuple[list[int], list[tuple[int, int, float]]]
 Beginning = tuple[list[int], list[int], bool]  # ids before a text, ids of the text, whether it is complete
 
 
@@ -75,12 +77,13 @@ class PlainEncoder:
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def stops(self, text: str) -> list[int]:
-        """Return the end in characters of each token of a text with special tokens, after other text."""
+    def offsets(self, text: str, markup: bool = False) -> list[tuple[int, int]]:
+        """Return where each token of a text after other text begins and ends, in characters."""
         for name, part in self._parts[True].items():
             setattr(self.backend, name, part)
-        self.backend.encode_special_tokens = False
-        return [stop for _, stop in self.backend.encode(text, add_special_tokens=False).offsets]
+        self.backend.encode_special_tokens = not markup
+        offsets: list[tuple[int, int]] = self.backend.encode(text, add_special_tokens=False).offsets
+        return offsets
 
 
 def _without_prefix(part: Any, empty: Any) -> Any:
@@ -182,13 +185,17 @@ class ShardCheck:
 
     def _conversation(self, row: Conversation) -> Tokens:
         ids = [*self.plain.bos]
-        spans = []
+        spans: list[tuple[int, int, float]] = []
         for number, turn in enumerate(render(row, self.config.template)):
             ids += self.plain.ids(turn.text[: turn.start])
             begin = len(ids)
-            ids += [*self.plain.ids(turn.text[turn.start :], continuing=True), *self.plain.eos]
+            response = turn.text[turn.start :]
+            ids += [*self.plain.ids(response, continuing=True), *self.plain.eos]
             if number not in row.unsupervised:
-                spans.append((begin, len(ids)))
+                loss = row.weights[number] if row.weights else AnswerWeights()
+                weights = loss.by_character(len(response), 0, len(response))
+                starts = [start for start, _ in self.plain.offsets(response)]
+                spans += weighted_answer(begin, len(ids), starts, weights)
         return ids, spans
 
     def _chat(self, row: Chat) -> list[Tokens]:
@@ -196,7 +203,7 @@ class ShardCheck:
         examples = []
         for text, answers in self.chat.examples(row, exact=True):
             ids: list[int] = []
-            spans = []
+            spans: list[tuple[int, int, float]] = []
             done = 0
             end = ""
             for number, answer in enumerate(answers, 1):
@@ -204,10 +211,11 @@ class ShardCheck:
                 response = text[answer.start : answer.stop]
                 following = self.plain.ids(end + text[done : answer.stop], markup=True)
                 prompt = ids + context[bool(end) :]
-                stops = self.plain.stops(response)
-                begin = len(prompt) + sum(stop <= answer.masked for stop in stops)
+                offsets = self.plain.offsets(response, markup=True)
+                masked = sum(stop <= answer.masked for _, stop in offsets)
                 example = prompt + self.plain.ids(response, continuing=True, markup=True)
-                spans.append((begin, len(example)))
+                starts = [start for start, _ in offsets[masked:]]
+                spans += weighted_answer(len(prompt) + masked, len(example), starts, answer.weights)
                 if number < len(answers) and following[: len(context)] != context:
                     examples.append((example, spans))
                     spans = []
@@ -218,7 +226,7 @@ class ShardCheck:
             examples.append((ids, spans))
         return examples
 
-    def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Tokens]:
+    def _fitted(self, ids: list[int], spans: list[tuple[int, int, float]]) -> list[Tokens]:
         """Return the sequences of an example after data.overlong."""
         block = self.config.sequence_len
         overlong = self.config.overlong
@@ -226,15 +234,16 @@ class ShardCheck:
             return []
         pieces = []
         for start in range(0, len(ids) if overlong == "split" else 1, block):
-            inside = [(max(a - start, 0), min(b - start, block)) for a, b in spans]
-            inside = [(a, b) for a, b in inside if a < b]
-            if inside and (len(ids) <= block or inside[-1][1] > 1):
+            inside = [(max(a - start, 0), min(b - start, block), weight) for a, b, weight in spans]
+            inside = [span for span in inside if span[0] < span[1]]
+            if len(ids) <= block or (inside and inside[-1][1] > 1):
                 pieces.append((ids[start : start + block], inside))
         return pieces
 
 
-def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[int, int]]) -> bool:
+def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[int, int, float]]) -> bool:
     """Return whether a segment of a shard has these ids and spans."""
+    expected = [(start, stop, float(np.float32(weight))) for start, stop, weight in spans]
     row = 0
     for (offsets, tokens), (counts, lengths) in zip(
         shard.columns["input_ids"], shard.columns["segment_lengths"], strict=True
@@ -248,8 +257,11 @@ def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[in
             start = int(starts[segment])
             if tokens[start : start + len(ids)].tolist() == ids and shard.domain[row + number] == domain:
                 within = start - int(offsets[number])
-                pairs = shard.row(row + number)[2].reshape(-1, 2).astype(np.int64) - within
-                if [(a, b) for a, b in pairs.tolist() if a >= 0 and b <= len(ids)] == spans:
+                written, weights = shard.row(row + number)[2:]
+                pairs = (written.reshape(-1, 2).astype(np.int64) - within).tolist()
+                all_weights = weights.tolist() or [1.0] * len(pairs)
+                found = [(a, b, weight) for (a, b), weight in zip(pairs, all_weights, strict=True)]
+                if [span for span in found if span[0] >= 0 and span[1] <= len(ids)] == expected:
                     return True
         row += len(counts) - 1
     return False
@@ -294,6 +306,8 @@ def _beginning(tokens: list[int], start: int, spans: list[list[int]], plain: Pla
     complete = tokens[stop - 1] == plain.eos[0]
     if plain.eos[0] in prompt or len(prompt) > MAX_TOKENS:
         return []  # an earlier answer is not supervised, or the prompt is too long
+    if not plain.backend.decode(prompt, skip_special_tokens=False).rstrip().endswith(ANSWER_FOLLOWS):
+        return []  # the response begins with text that is not supervised
     return [([], prompt, True), (prompt, tokens[begin : stop - complete], complete)]
 
 

@@ -197,11 +197,18 @@ def _row_faults(directory: Path) -> Iterator[str]:
     data = TokenDataset(directory)
     for start in range(0, len(data), ROWS):
         rows = np.arange(start, min(start + ROWS, len(data)))
-        targets = (data.batch(rows)["labels"] != IGNORE).sum(axis=1)
-        wrong = np.flatnonzero(targets != data.valid[rows])
+        batch = data.batch(rows)
+        supervised = batch["labels"] != IGNORE
+        targets = supervised.sum(axis=1)
+        weight = np.where(supervised, batch.get("loss_weights", 1.0), 0.0).sum(axis=1)
+        same = (targets == data.valid[rows]) & np.isclose(weight, data.weight[rows], rtol=1e-9)
+        wrong = np.flatnonzero(~same)
         if len(wrong):
             row = int(rows[wrong[0]])
             file, number = data.provenance(np.array([row]))[0]
-            counts = f"supervises {targets[wrong[0]]} tokens, but its count is {data.valid[row]}"
+            counts = (
+                f"supervises {targets[wrong[0]]} tokens of weight {weight[wrong[0]]:g}, but its columns have "
+                f"{data.valid[row]} of weight {data.weight[row]:g}"
+            )
             yield f"{directory / file} row {number} {counts}"
             return

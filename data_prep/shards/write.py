@@ -70,6 +70,8 @@ class ShardWriter:
         ]
         if self._kind == "instruct":
             columns.append(lists_of(_ends(rows.span_counts), rows.spans.astype(np.uint32)))
+            columns.append(lists_of(_ends(rows.weight_counts), rows.weights))
+            columns.append(array_of(rows.weight))
         domain = np.full(len(rows.lengths), rows.domain, np.uint16)
         columns += [array_of(rows.valid.astype(np.uint32)), array_of(domain)]
         batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
@@ -183,7 +185,9 @@ def write_shard(
         if config.kind == "text":
             _pack_blocks(writer, counted_parts(), config.sequence_len, quota, counts)
         else:
-            _pack_bins(writer, counted_parts(), config.sequence_len, dtype, directory)
+            counts["weighted_spans"] = _pack_bins(
+                writer, counted_parts(), config.sequence_len, dtype, directory
+            )
         info = writer.finish(directory / name, documents, counts, ends)
         check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
@@ -218,12 +222,16 @@ def _pack_bins(
     block: int,
     dtype: np.dtype,
     directory: Path,
-) -> None:
-    """Pack bins. They need all lengths of the shard first, so the ids wait in an unnamed file."""
+) -> int:
+    """Pack bins, and return the number of spans with a weight.
+
+    Bins need all lengths of the shard first, so the ids wait in an unnamed file.
+    """
     import tempfile
 
     parts: dict[int, list[tuple[int, Encoded]]] = {}  # of each domain: the beginning of the ids
     tokens = 0
+    weighted = 0
     with tempfile.TemporaryFile(dir=directory) as spool:
         for domain, part in encoded:
             spool.write(part.ids.tobytes())
@@ -231,7 +239,7 @@ def _pack_bins(
             tokens += len(part.ids)
         spool.flush()
         if not tokens:
-            return
+            return 0
         ids = np.memmap(spool, dtype, mode="r", shape=(tokens,))
         for domain, members in sorted(parts.items()):
             starts = [begin + np.cumsum(part.lengths) - part.lengths for begin, part in members]
@@ -240,7 +248,9 @@ def _pack_bins(
             spans = [span for _, part in members for span in part.spans]
             for rows in packed_rows(ids, np.concatenate(starts), lengths, spans, sources, block, domain):
                 writer.add(rows)
+                weighted += int((rows.weights != 1).sum())
         del ids
+    return weighted
 
 
 def overlap_path(directory: Path, index: int, count: int) -> Path:

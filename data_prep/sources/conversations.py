@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..encoding.templates import Chat, Conversation, Exchange
+from ..encoding.weights import AnswerWeights, Part
 from .spec import RowError, RowSpec, chat_column, clean_text, first_present, missing_column, wrong_type
 
 ROLES = {
@@ -19,13 +20,17 @@ ROLES = {
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 PREFACES = ("system", "developer")
-# Keys of a message that turn its loss on or off, and their value for a message with loss: OpenAI's weight,
-# axolotl's train and training, ms-swift's loss, torchtune's masked.
-LOSS_KEYS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
-# Keys that may set the loss in ways that are not supported: for parts of a message, or with other meanings.
-UNSUPPORTED_LOSS_KEYS = (
-    *("mask", "loss_mask", "loss_weight", "loss_scale", "train_detail", "training_detail"),
-)
+# Keys of a message that turn its loss on or off, and their value for a message with loss: axolotl's train and
+# training, ms-swift's loss, torchtune's masked.
+LOSS_KEYS = {"train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
+# Keys with a number that the loss is multiplied by: OpenAI's weight, ms-swift's loss_scale.
+WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
+PART_KEYS = ("train_detail", "training_detail")  # axolotl's, for parts of a message
+UNSUPPORTED_LOSS_KEYS = ("mask", "loss_mask")  # they have several meanings
+ALL_LOSS_KEYS = (*LOSS_KEYS, *WEIGHT_KEYS, *PART_KEYS, *UNSUPPORTED_LOSS_KEYS)
+# Products of four weights stay within float32.
+MIN_WEIGHT = 1e-6
+MAX_WEIGHT = 1e6
 
 
 class Message(NamedTuple):
@@ -34,7 +39,7 @@ class Message(NamedTuple):
     role: str  # one of ROLES, or the unknown role in the row
     content: str | None
     extra: dict[str, object]  # keys that only a chat_template reads: tool_calls, name, reasoning_content ...
-    supervised: bool = True  # False: marked as having no loss
+    loss: AnswerWeights = AnswerWeights()
 
 
 def parse_instruction(row: Mapping[str, object], spec: RowSpec) -> Conversation | Chat:
@@ -45,7 +50,7 @@ def parse_instruction(row: Mapping[str, object], spec: RowSpec) -> Conversation 
     role, system = _pop_preface(messages, row, spec)
     if spec.chat:
         return _to_chat([Message(role, system, {}), *messages] if system else messages, row, spec)
-    return _to_conversation(messages, system)
+    return _to_conversation(messages, system, row, spec)
 
 
 def _read_messages(row: Mapping[str, object], spec: RowSpec) -> list[Message] | None:
@@ -54,7 +59,7 @@ def _read_messages(row: Mapping[str, object], spec: RowSpec) -> list[Message] | 
     if column is None and (pair := _prompt_and_completion(row, spec)) is not None:
         prompt, completion = (_parse_messages(row, name, spec) for name in pair)
         # The assistant's messages in the prompt are context.
-        context = [message._replace(supervised=message.role != "assistant") for message in prompt]
+        context = [message._replace(loss=AnswerWeights(0.0)) for message in prompt]
         return [*context, *completion]
     if column is None and spec.format != "messages":
         return None
@@ -95,7 +100,9 @@ def _pop_preface(messages: list[Message], row: Mapping[str, object], spec: RowSp
     return role, system
 
 
-def _to_conversation(messages: list[Message], system: str) -> Conversation:
+def _to_conversation(
+    messages: list[Message], system: str, row: Mapping[str, object], spec: RowSpec
+) -> Conversation:
     """Return messages as exchanges of a prompt and a response.
 
     The assistant's messages before the first prompt and the user's last message have no counterpart. They are
@@ -108,7 +115,7 @@ def _to_conversation(messages: list[Message], system: str) -> Conversation:
         raise _bad_roles(messages)
     pairs = zip(used[::2], used[1::2], strict=True)
     exchanges = tuple(Exchange(prompt.content or "", reply.content or "") for prompt, reply in pairs)
-    return Conversation(exchanges, system, len(messages) - len(used), _unsupervised_answers(used))
+    return Conversation(exchanges, system, len(messages) - len(used), *_weights_of(used, row, spec))
 
 
 def _parse_alpaca(row: Mapping[str, object], spec: RowSpec) -> Conversation | Chat:
@@ -130,7 +137,8 @@ def _parse_alpaca(row: Mapping[str, object], spec: RowSpec) -> Conversation | Ch
         exchanges.append(Exchange(*(clean_text(text, spec.clean) for text in pair)))
     exchanges.append(Exchange(*values[:3]))
     if not spec.chat:
-        return Conversation(tuple(exchanges), values[3])
+        answers = [Message("assistant", exchange.response, {}) for exchange in exchanges]
+        return Conversation(tuple(exchanges), values[3], 0, *_weights_of(answers, row, spec))
     messages = [Message("system", values[3], {})] if values[3] else []
     for exchange in exchanges:
         prompt = f"{exchange.prompt}\n\n{exchange.input}" if exchange.input else exchange.prompt
@@ -148,7 +156,7 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     roles = spec.names("role")
     contents = spec.names("content")
     role, content = (message.get(first_present(message, names) or "") for names in (roles, contents))
-    keys = (*roles, *contents, *LOSS_KEYS)
+    keys = (*roles, *contents, *ALL_LOSS_KEYS)
     extra: dict[str, object] = {}
     if spec.chat:
         extra = {k: v for k, v in message.items() if k not in keys and v is not None}
@@ -172,8 +180,11 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     if not isinstance(content, str | None):
         raise wrong_type(f"{where}.{contents[0]}", content)
     role = ROLE_OF.get(str(role), str(role))
-    supervised = _is_supervised(message, role, where)
-    return Message(role, None if content is None else clean_text(content, spec.clean), extra, supervised)
+    loss = _read_loss(message, role, where, len(content or ""))
+    cleaned = None if content is None else clean_text(content, spec.clean)
+    if loss.parts is not None and cleaned != content:
+        raise RowError("wrong_type", f"{where} weights parts of a content that clean={spec.clean} changes")
+    return Message(role, cleaned, extra, loss)
 
 
 def _join_parts(content: list[Any], where: str, name: str) -> str:
@@ -182,35 +193,90 @@ def _join_parts(content: list[Any], where: str, name: str) -> str:
     texts = [part.get("text") if part.get("type", "text") == "text" else None for part in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise wrong_type(f"{where}.{name}", content, "text, or a list of its parts")
-    if any(part.get(key) is not None for part in parts for key in (*LOSS_KEYS, *UNSUPPORTED_LOSS_KEYS)):
-        raise RowError("wrong_type", f"{where}: a part sets the loss. Set it for the complete message")
+    if any(part.get(key) is not None for part in parts for key in ALL_LOSS_KEYS):
+        raise RowError("wrong_type", f"{where}: a part sets the loss. Use {PART_KEYS[0]} of the message")
     return "".join(map(str, texts))
 
 
-def _is_supervised(message: Mapping[str, object], role: str, where: str) -> bool:
-    """Return whether a message carries loss by its LOSS_KEYS."""
-    supervised = True
-    for key in (*LOSS_KEYS, *UNSUPPORTED_LOSS_KEYS):
+def _read_loss(message: Mapping[str, object], role: str, where: str, length: int) -> AnswerWeights:
+    """Return the weights that a message sets by LOSS_KEYS, WEIGHT_KEYS and PART_KEYS.
+
+    where: its position in the row. length: characters of its content.
+    """
+    weight = 1.0
+    for key in (*LOSS_KEYS, *WEIGHT_KEYS, *UNSUPPORTED_LOSS_KEYS):
         value = message.get(key)
         if value is None:
             continue
-        if key in UNSUPPORTED_LOSS_KEYS or not isinstance(value, int | float) or value not in (0, 1):
+        if key in WEIGHT_KEYS:
+            factor = read_weight(value, f"{where}.{key}")
+        elif key in UNSUPPORTED_LOSS_KEYS or not isinstance(value, int | float) or value not in (0, 1):
             raise RowError(
                 "wrong_type",
                 f"{where}.{key} may set the loss in a way that is not supported. Remove it, or use "
-                f"{', '.join(LOSS_KEYS)} with 0, 1, true or false",
+                f"weight with a number, or {', '.join(LOSS_KEYS)} with 0, 1, true or false",
             )
-        has_loss = value == LOSS_KEYS[key]
-        if has_loss and role != "assistant" and key != "weight":  # weight is only read for the assistant
+        else:
+            factor = float(value == LOSS_KEYS[key])
+        if factor and role != "assistant" and key != "weight":  # weight is only read for the assistant
             raise RowError("wrong_type", f"{where}.{key} sets a loss on a message of the {role}. Remove it")
-        supervised &= has_loss
-    return supervised
+        weight *= factor
+    present = next((key for key in PART_KEYS if message.get(key) is not None), None)
+    if present is None or role != "assistant":
+        return AnswerWeights(weight)
+    parts = _read_parts(message[present], f"{where}.{present}", length)
+    return AnswerWeights(weight if any(part.weight for part in parts) else 0.0, parts)
 
 
-def _unsupervised_answers(messages: list[Message]) -> tuple[int, ...]:
-    """Return which of the assistant's messages carry no loss, counted among the assistant's messages."""
-    answers = [message for message in messages if message.role == "assistant"]
-    return tuple(i for i, answer in enumerate(answers) if not answer.supervised)
+def _read_parts(value: object, where: str, length: int) -> tuple[Part, ...]:
+    """Return the parts of a content of `length` characters in a list of axolotl's form."""
+    if not isinstance(value, list):
+        raise wrong_type(where, value, "a list of begin_offset, end_offset, and train or weight")
+    parts: list[Part] = []
+    for number, entry in enumerate(value):
+        tree = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, dict) else {}
+        begin, end = (tree.pop(key, None) for key in ("begin_offset", "end_offset"))
+        if len(tree) != 1 or not tree.keys() <= {"train", "weight"}:
+            raise RowError("wrong_type", f"{where}[{number}] must have offsets, and train or weight")
+        (factor,) = tree.values()
+        if "train" in tree and factor not in (0, 1):
+            raise wrong_type(f"{where}[{number}].train", factor, "true or false")
+        before = parts[-1].stop if parts else 0
+        if type(begin) is not int or type(end) is not int or not before <= begin <= end < length:
+            raise RowError(
+                "wrong_type",
+                f"{where}[{number}] must have offsets with {before} <= begin_offset <= end_offset < "
+                f"{length}, which is the length of the content. Write the parts in order",
+            )
+        # end_offset is the last character, as in axolotl
+        parts.append(Part(begin, end + 1, read_weight(factor, f"{where}[{number}]")))
+    return tuple(parts)
+
+
+def read_weight(value: object, where: str) -> float:
+    """Return a loss weight. Raises RowError for another value."""
+    if not isinstance(value, int | float) or not (value == 0 or MIN_WEIGHT <= value <= MAX_WEIGHT):
+        expected = f"a loss weight, 0 or a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+        raise RowError("wrong_type", f"{where} must be {expected}, not {value!r}"[:200])
+    return float(value)
+
+
+def _weights_of(
+    messages: list[Message], row: Mapping[str, object], spec: RowSpec
+) -> tuple[tuple[int, ...], tuple[AnswerWeights, ...]]:
+    """Return which of the assistant's messages carry no loss, and the weights of all."""
+    of_row = row_weight(row, spec)
+    answers = [message.loss for message in messages if message.role == "assistant"]
+    answers = [loss._replace(weight=loss.weight * of_row) for loss in answers]
+    unsupervised = tuple(number for number, loss in enumerate(answers) if not loss.weight)
+    weighted = any(loss.weight not in (0, 1) or loss.parts for loss in answers)
+    return unsupervised, tuple(answers) if weighted else ()
+
+
+def row_weight(row: Mapping[str, object], spec: RowSpec) -> float:
+    """Return the loss weight of a row. Raises RowError for a value that is not one."""
+    name = spec.find(row, "weight")
+    return 1.0 if name is None or row[name] is None else read_weight(row[name], f"column {name}")
 
 
 def _bad_roles(messages: list[Message]) -> RowError:
@@ -233,7 +299,7 @@ def _to_chat(messages: list[Message], row: Mapping[str, object], spec: RowSpec) 
     tools = _read_tools(row, spec)
     used = [*messages[:front], *messages[begin : last + 1]]
     trees = [_message_tree(message) for message in used]
-    return Chat(to_json(trees), tools, len(messages) - len(used), _unsupervised_answers(used))
+    return Chat(to_json(trees), tools, len(messages) - len(used), *_weights_of(used, row, spec))
 
 
 def _read_tools(row: Mapping[str, object], spec: RowSpec) -> str:

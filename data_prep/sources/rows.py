@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..encoding.templates import Chat, Conversation
-from .conversations import LOSS_KEYS, parse_instruction, to_json
+from .conversations import ALL_LOSS_KEYS, parse_instruction, row_weight, to_json
 from .spec import (
     Payload,
     Rejected,
@@ -128,6 +128,8 @@ def _parse_row(raw: Any, spec: RowSpec) -> Row:
     name = spec.find(row, "text")
     if name is None:
         raise missing_column(row, spec.names("text"), spec)
+    if row_weight(row, spec) != 1:
+        raise RowError("wrong_type", "a document cannot have a weight. Use data.kind=instruct, or remove it")
     value = row[name]
     if spec.format == "tokens":
         if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
@@ -289,10 +291,11 @@ def find_columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
                 read.add(column)
                 if not spec.chat:
                     keys = {str(key) for message in row[column] for key in message}
-                    keys -= {*spec.names("role"), *spec.names("content"), *LOSS_KEYS}
+                    keys -= {*spec.names("role"), *spec.names("content"), *ALL_LOSS_KEYS}
                     present |= {f"{column}[].{key}" for key in keys}
             elif spec.kind == "instruct":
                 parts += ["history", "instruction", "input", "output"]
+            parts += ["weight"] if spec.kind == "instruct" else []
             parts += ["tools"] if spec.chat else []
             read |= {name for part in parts if (name := spec.find(row, part)) is not None}
     return read, present - read

@@ -68,8 +68,8 @@ class Batches:
     ) -> Iterator[MicroBatch]:
         """Yield micro-batches as arguments of the model, in pinned memory if the device is a GPU.
 
-        Instead of labels they have the plan of the loss. They also have the bounds of the documents and any
-        stored scores.
+        Instead of labels they have the plan of the loss. They also have the bounds of the documents, any
+        weights of the labels and any stored scores.
 
         Args:
             rows: numbers of the rows, int64 [n].
@@ -105,8 +105,8 @@ class StepBatch(NamedTuple):
     """The rows and micro-batches of one step."""
 
     rows: np.ndarray  # of the global batch, int64 [batch]
-    valid: int  # supervised tokens of the global batch
-    domains: list[int]  # supervised tokens of each domain; empty with a single domain
+    valid: float  # supervised tokens of the global batch, in data with weights the sum of their weights
+    domains: list[float]  # the part of each domain in it; empty with a single domain
     micro: list[MicroBatch]  # this rank's part, as arguments of the model
     written: Writing | None = None  # set if the model wrote the batch itself
 
@@ -140,7 +140,7 @@ class Loader:
         rows = self.order.step_rows(step)
         local, real = rank_rows(rows, self.world.rank, self.world.ranks, self.batches.micro)
         several = len(data.domains) > 1
-        valid = data.valid[rows]
+        valid = data.weight[rows]
         micro = list(self.batches.read(local, None if real.all() else real, several))
-        counts = np.bincount(data.domain[rows], valid, len(data.domains)).astype(np.int64).tolist()
-        return StepBatch(rows, int(valid.sum()), counts if several else [], micro)
+        counts = np.bincount(data.domain[rows], valid, len(data.domains)).astype(valid.dtype).tolist()
+        return StepBatch(rows, valid.sum().item(), counts if several else [], micro)

@@ -1,8 +1,8 @@
 """A model and its optimizer under DeepSpeed: step, evaluate, save, load.
 
 A step descends the gradient of  (sum of token losses) / (supervised tokens of the global batch),  for any
-number of ranks, micro-batch size and accumulation. The loss of each micro-batch is a sum, and the divisor is
-known before the first one.
+number of ranks, micro-batch size and accumulation. A token of weight w counts as w tokens. The loss of each
+micro-batch is a sum, and the divisor is known before the first one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
 from ..loss import TopK
-from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, MicroBatch, sum_by_document
+from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, WEIGHTS, MicroBatch, sum_by_document
 from .average import AVERAGED, WeightAverage, local_values
 from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .freezing import Freezing
@@ -103,21 +103,21 @@ class Engine:
     def train_step(
         self,
         micro_batches: Iterable[MicroBatch],
-        valid: int,
+        valid: float,
         lr: float,
         seed: int,
         stop: bool,
-        domains: Sequence[int] = (),
+        domains: Sequence[float] = (),
     ) -> StepTotals:
         """Take one optimizer step; all ranks must call.
 
         Args:
             micro_batches: this rank's part of the global batch.
-            valid: supervised tokens of the global batch.
+            valid: supervised tokens of the global batch, or the sum of their weights.
             lr: learning rate of groups without a ratio.
             seed: seed of dropout. Each rank derives its own, so that a resumed run needs no generator state.
             stop: whether this rank got a stop request.
-            domains: supervised tokens of each domain, to sum losses by domain. Micro-batches then hold the
+            domains: the part of each domain in `valid`, to sum losses by domain. Micro-batches then hold the
                 domain of each row, and the head reports losses by token.
         """
         for i, (group, rate) in enumerate(zip(self.ds.optimizer.param_groups, self.rates, strict=True)):
@@ -134,7 +134,7 @@ class Engine:
             vector.add(sums, domain)
             # DeepSpeed averages over ranks, and the loss is a share of a sum over all of them. A loss that is
             # not finite makes its gradient so, too. DeepSpeed then does not apply the step.
-            share = self.world.ranks / max(1, valid) + 0 * sums.loss.detach()
+            share = self.world.ranks / (valid or 1) + 0 * sums.loss.detach()
             self.ds.backward(sums.loss * share, scale_wrt_gas=False)
             self.ds.step()
         if stop:
@@ -146,13 +146,15 @@ class Engine:
         applied = self.ds.was_step_applied()
         if self.average is not None and applied:
             self.average.update()
-        return totals._replace(applied=applied, grad_norm=math.nan if norm is None else float(norm))
+        grad_norm = math.nan if norm is None else float(norm)
+        return totals._replace(applied=applied, grad_norm=grad_norm, weight=valid)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[StepTotals, np.ndarray, np.ndarray]:
         """Return totals over all ranks, and NLL and supervised tokens of each of this rank's documents.
 
-        Every rank must bring equally many micro-batches. The head must report losses by token (`measuring`).
+        In data with weights, the tokens of a document are the sum of their weights, float64. Every rank must
+        bring equally many micro-batches. The head must report losses by token (`measuring`).
         """
         self.ds.eval()
         vector = TotalsVector(self.world.device)
@@ -163,7 +165,7 @@ class Engine:
             sums = self.ds(**inputs)
             vector.add(sums)
             nll.append(sum_by_document(sums.by_token[1], inputs[BOUNDS]))
-            tokens.append(micro["labels"].per_document(micro[BOUNDS]))
+            tokens.append(micro["labels"].per_document(micro[BOUNDS], micro.get(WEIGHTS)))
         return vector.reduce(), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
 
     @torch.no_grad()

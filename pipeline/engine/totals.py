@@ -19,7 +19,7 @@ SCALARS = 7  # loss, NLL, DEMD, supervised tokens, stop flag, divergence, KL fro
 class DomainTotals(NamedTuple):
     """Sums over the supervised tokens of one domain."""
 
-    tokens: int
+    tokens: float  # the sum of their weights
     loss: float
     nll: float
 
@@ -39,6 +39,12 @@ class StepTotals(NamedTuple):
     kl_from_base: float = math.nan  # from the model before training, if it was measured
     seconds: tuple[float, ...] = ()  # by rank: compute without waiting for others, in the previous step
     grad_norm: float = math.nan  # before clipping
+    weight: float | None = None  # sum of the tokens' weights. None: each counts once
+
+    @property
+    def divisor(self) -> float:
+        """Return what the sums are divided by for means."""
+        return self.tokens if self.weight is None else self.weight
 
 
 class TotalsVector:
@@ -47,12 +53,13 @@ class TotalsVector:
     Layout: the SCALARS, the histogram [BINS + 1], losses [domains], NLLs [domains], seconds [ranks].
     """
 
-    def __init__(self, device: torch.device, domains: Sequence[int] = (), ranks: int = 0) -> None:
+    def __init__(self, device: torch.device, domains: Sequence[float] = (), ranks: int = 0) -> None:
         """Start at zero.
 
         Args:
             device: device of the losses.
-            domains: supervised tokens of each domain in the global batch. Empty: do not separate domains.
+            domains: weight of the supervised tokens of each domain in the global batch. Empty: do not
+                separate domains.
             ranks: number of ranks that report their own time, 0 for none.
         """
         self.domains = domains

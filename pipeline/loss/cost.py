@@ -165,10 +165,14 @@ class TokenPlan:
                 problem = f"label {label} is outside the vocabulary of {vocab_size} tokens"
                 raise UserError(problem, code="label-range")
 
-    def per_document(self, bounds: Tensor) -> np.ndarray:
-        """Count the valid tokens of each document, int64 [documents]; `bounds` of `segments`, on the host."""
+    def per_document(self, bounds: Tensor, weights: Tensor | None = None) -> np.ndarray:
+        """Count the valid tokens of each document, int64 [documents]; `bounds` of `segments`, on the host.
+
+        With `weights` [N] of the labels, return their sums, float64.
+        """
         document = np.searchsorted(bounds.numpy(), self.positions, side="right") - 1
-        return np.bincount(document, minlength=len(bounds) - 1)
+        counts = None if weights is None else weights.reshape(-1).numpy()[self.positions]
+        return np.bincount(document, counts, len(bounds) - 1)
 
     def to_device(self, device: torch.device) -> DevicePlan:
         """Send the arrays to `device` in one asynchronous copy."""

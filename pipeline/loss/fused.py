@@ -174,7 +174,7 @@ BINS = (HIGHEST - LOWEST) * PER_OCTAVE + 1
 
 
 class LossSums(NamedTuple):
-    """Sums over the valid tokens. For means, divide by the token count of the global batch."""
+    """Sums over the valid tokens. For means, divide by the tokens, or the weights, of the global batch."""
 
     loss: Tensor  # scalar float32 (float64 for a float64 model), the only differentiable one
     nll: Tensor  # negative log-likelihood, nats; detached
@@ -197,16 +197,19 @@ class Totals:
         self.dtype = statistics_dtype(like.dtype)
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)  # the columns of `add`
         self.tokens = 0
+        self.counts: Tensor | int = 0  # what the tokens count as
         self.weights = torch.zeros(BINS + 1, dtype=torch.float64, device=device)
         self.by_token = torch.zeros(2, labels if spec.by_token else 0, dtype=self.dtype, device=device)
 
     def add(self, tokens: Tokens, positions: Tensor) -> None:
         """Add a chunk, whose tokens have the `positions` [n] in the flat batch."""
         divergence = torch.zeros_like(tokens.nll) if tokens.divergence is None else tokens.divergence
-        columns = (tokens.loss, tokens.nll, tokens.demd, divergence, tokens.weight)
+        weight = tokens.weight if tokens.times is None else tokens.weight * tokens.times
+        columns = (tokens.loss, tokens.nll, tokens.demd, divergence, weight)
         self.sums += torch.stack(columns).sum(1, dtype=torch.float64)
         self.tokens += len(tokens.loss)
-        self.weights += histogram(tokens.weight, self.spec.terms.objective.weight_cap)
+        self.counts += len(weight) if tokens.times is None else tokens.times.sum(dtype=torch.float64)
+        self.weights += histogram(tokens.weight, self.spec.terms.objective.weight_cap, tokens.times)
         if self.spec.by_token:
             self.by_token[:, positions] = torch.stack((tokens.loss, tokens.nll))
 
@@ -236,25 +239,27 @@ class Totals:
 
     def _mean_weight_factor(self, training: bool) -> Tensor:
         weight = self.sums[4]
-        counts = torch.stack((torch.full_like(weight, self.tokens), weight))
+        counts = torch.stack((torch.as_tensor(self.counts, dtype=weight.dtype, device=weight.device), weight))
         if training and dist.is_available() and dist.is_initialized():
             dist.all_reduce(counts)
         tokens, weight = counts.unbind()
         return torch.where(weight > 0, tokens / weight, 1.0)
 
 
-def histogram(weight: Tensor, cap: float | None) -> Tensor:
+def histogram(weight: Tensor, cap: float | None, count: Tensor | None = None) -> Tensor:
     """Return counts [BINS + 1] of the sizes of weights [n], float64. The last entry counts those at the cap.
 
+    `count` [n] is what each of them counts as, by default 1.
     NaN counts as the largest weight. The step will be skipped, and the histogram then shows the reason.
     """
     counts = torch.zeros(BINS + 1, dtype=torch.float64, device=weight.device)
     size = weight.detach().double().abs().nan_to_num(nan=2.0**HIGHEST)
     size = size.clamp(min=2.0**LOWEST, max=2.0**HIGHEST)
     index = ((size.log2() - LOWEST) * PER_OCTAVE).round().long()
-    counts.scatter_add_(0, index, torch.ones_like(size))
+    count = torch.ones_like(size) if count is None else count.double()
+    counts.scatter_add_(0, index, count)
     if cap is not None:
-        counts[BINS] = (weight >= cap).sum()
+        counts[BINS] = count[weight >= cap].sum()
     return counts
 
 
@@ -293,6 +298,7 @@ def fused_linear_loss(
     bias: Tensor | None = None,
     teacher: TeacherBatch | None = None,
     stored: Tensor | None = None,
+    weights: Tensor | None = None,
     **options: Any,
 ) -> LossSums:
     """Return the loss of hidden states against labels through a linear head, as sums over the valid tokens.
@@ -313,6 +319,8 @@ def fused_linear_loss(
         teacher: for divergences, at the same positions: hidden states and a head (Teacher), or stored
             log-probabilities (TopK), which work without transport costs only.
         stored: [...], a log-probability of every label in nats, for `psft` and `excess`.
+        weights: [...], the weight of every label, 0 or more. A token of weight w counts as w tokens in all
+            sums except `tokens`. For means, divide by the sum of the weights.
 
     Options:
         softcap: logits become cap * tanh(logits / cap).
@@ -329,7 +337,7 @@ def fused_linear_loss(
         UserError: shapes, dtypes or options do not fit, or an input of the objective is missing.
     """
     spec = make_spec(objective.require_fixed(), cost, **options)
-    return apply_fused(hidden, weight, bias, labels, spec, teacher, stored)
+    return apply_fused(hidden, weight, bias, labels, spec, teacher, stored, weights)
 
 
 @torch.compiler.disable
@@ -341,6 +349,7 @@ def apply_fused(
     spec: Spec,
     teacher: TeacherBatch | None,
     stored: Tensor | None,
+    weights: Tensor | None = None,
 ) -> LossSums:
     """Return the loss with checked options; arguments as in `fused_linear_loss`, on any device.
 
@@ -351,13 +360,18 @@ def apply_fused(
         hidden = hidden.to(dtype)
         weight = weight.to(dtype)
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    stored = None if stored is None else stored.reshape(-1)
+    stored, weights = (None if x is None else x.reshape(-1) for x in (stored, weights))
+    if weights is not None and len(weights) != label_count(labels):
+        raise UserError(
+            f"weights {list(weights.shape)} must match {label_count(labels)} labels", code="shapes"
+        )
     _check_head_inputs(hidden, weight, labels, spec, teacher)
     _check_objective_inputs(spec, label_count(labels), stored, len(weight))
     recording = torch.is_grad_enabled()
     needs = tuple(recording and x is not None and x.requires_grad for x in (hidden, weight, bias))
     with torch.autocast(hidden.device.type, enabled=False):  # autocast would round the costs' products
-        return LossSums(*_FusedLoss.apply(hidden, weight, bias, labels, spec, needs, teacher, stored))
+        inputs = (hidden, weight, bias, labels, spec, needs, teacher, stored, weights)
+        return LossSums(*_FusedLoss.apply(*inputs))
 
 
 @torch.compiler.disable
@@ -392,7 +406,9 @@ def logits_loss(
     flat = logits.reshape(-1, V)
     stored = None if stored is None else stored.reshape(-1)
     with torch.autocast(logits.device.type, enabled=False):  # autocast would round the costs' products
-        return LossSums(*_FusedLoss.apply(flat, None, None, labels.reshape(-1), spec, needs, None, stored))
+        return LossSums(
+            *_FusedLoss.apply(flat, None, None, labels.reshape(-1), spec, needs, None, stored, None)
+        )
 
 
 @torch.no_grad()
@@ -428,10 +444,12 @@ class _FusedLoss(torch.autograd.Function):
         needs: GradientFlags,
         teacher: TeacherBatch | None,
         stored: Tensor | None,
+        weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         gradients = Accumulator(x, weight, needs)
         totals = Totals(spec, label_count(labels), x)
-        for positions, G, tokens in run_chunks(x, weight, bias, labels, spec, any(needs), teacher, stored):
+        options = (any(needs), teacher, stored, weights)
+        for positions, G, tokens in run_chunks(x, weight, bias, labels, spec, *options):
             totals.add(tokens, positions)
             if any(needs):
                 gradients.add(G, tokens.row, positions, spec.logit_scale)
@@ -449,7 +467,7 @@ class _FusedLoss(torch.autograd.Function):
         ctx.gradients = None  # autograd needs them no more, so they are freed early
         factor = d_loss if ctx.factor is None else d_loss * ctx.factor
         scaled = (materialize_grad(*pair, factor) for pair in zip(gradients, ctx.dtypes, strict=True))
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 def run_chunks(
@@ -461,16 +479,17 @@ def run_chunks(
     gradient: bool,
     teacher: TeacherBatch | None = None,
     stored: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tokens]]:
     """Yield positions [n] in the flat batch, gradient rows G [n, V] and results of each chunk of tokens.
 
-    x is hidden states [N, H], or logits [N, V] if `weight` [V, H] is None. bias is [V], stored is [N].
-    Without `gradient` the rows have no meaning. The next chunk overwrites them in any case.
+    x is hidden states [N, H], or logits [N, V] if `weight` [V, H] is None. bias is [V], stored and weights
+    are [N]. Without `gradient` the rows have no meaning. The next chunk overwrites them in any case.
     """
     plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=x.device.type == "cuda")
     plan.check(x.shape[1] if weight is None else len(weight))
     if len(plan):
-        batch = _BatchChunks(x, weight, bias, plan, spec, gradient, teacher, stored)
+        batch = _BatchChunks(x, weight, bias, plan, spec, gradient, teacher, stored, weights)
         for start in range(0, len(plan), batch.size):
             yield batch.process(start)
 
@@ -491,7 +510,9 @@ class _BatchChunks:
         gradient: bool,
         teacher: TeacherBatch | None,
         stored: Tensor | None,
+        weights: Tensor | None,
     ) -> None:
+        self.weights = None if weights is None else weights.to(x.device, statistics_dtype(x.dtype))
         self.terms = spec.terms
         self.gradient = gradient
         self.teacher = teacher
@@ -523,6 +544,8 @@ class _BatchChunks:
             tokens = process_chunk(z, chunk, self.rows, self.terms, self.gradient, self.triton)
         else:
             tokens = self._add_teacher(self.teacher, positions, z, chunk)
+        if self.weights is not None:
+            tokens = tokens.repeated(self.weights[positions])
         return positions, z, tokens
 
     def _add_teacher(self, teacher: TeacherBatch, positions: Tensor, z: Tensor, chunk: Chunk) -> Tokens:
@@ -673,7 +696,7 @@ def process_chunk(
         tokens, update = solver(terms, group.statistics(), part.stored, V, in_full)
         if gradient:
             group.write(update)
-        parts.append(tokens[:-1])
+        parts.append(tokens[:5])  # without those that are None
     return Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

@@ -54,6 +54,13 @@ class Tokens(NamedTuple):
     row: Tensor  # r: the factor that the rows of the gradient G lack
     weight: Tensor  # the objective's weight on the token
     divergence: Tensor | None = None  # from a teacher
+    times: Tensor | None = None  # how many tokens each counts as; None: 1
+
+    def repeated(self, times: Tensor) -> Tokens:
+        """Return the results of tokens that count as `times` [n] tokens each."""
+        sums = {name: getattr(self, name) * times for name in ("loss", "nll", "demd", "row")}
+        divergence = None if self.divergence is None else self.divergence * times
+        return self._replace(**sums, divergence=divergence, times=times)
 
 
 class Statistics(NamedTuple):

@@ -22,7 +22,6 @@ from emo.common.io.untrusted import numpy_value_errors
 from ..control.run_dir import VALIDATION, step_directory, step_of
 
 LEVEL = 0.95
-KIND = np.dtype([("nll", "<f8"), ("tokens", "<u8")])
 FEWEST = 5  # documents; the spread of fewer is too uncertain for an interval
 
 
@@ -31,7 +30,7 @@ class Documents(NamedTuple):
 
     fingerprint: str  # of the set
     nll: np.ndarray  # sum over the document's supervised tokens, nats, float64 [documents]
-    tokens: np.ndarray  # number of supervised tokens, above 0, int64 [documents]
+    tokens: np.ndarray  # supervised tokens, above 0, int64 [documents], or the sum of their weights, float64
 
 
 class Change(NamedTuple):
@@ -66,12 +65,12 @@ def group_by_document(
         fingerprint: Of the set.
         sources: Document of each segment [segments].
         nll: NLL of each segment in nats [segments].
-        tokens: Supervised tokens of each segment [segments].
+        tokens: Supervised tokens of each segment, or the sum of their weights [segments].
     """
     measured = tokens > 0
     documents, index = np.unique(sources[measured], return_inverse=True)
     sums = (np.bincount(index, of_segments[measured], len(documents)) for of_segments in (nll, tokens))
-    return Documents(fingerprint, next(sums), next(sums).astype(np.int64))
+    return Documents(fingerprint, next(sums), next(sums).astype(tokens.dtype))
 
 
 def compute_change(before: Documents, after: Documents) -> Change | None:
@@ -106,7 +105,8 @@ def compute_change(before: Documents, after: Documents) -> Change | None:
 
 def write_documents(run_dir: Path, name: str, step: int, measured: Documents) -> None:
     """Store the measurement of the set `name` after `step` steps."""
-    rows = np.empty(len(measured.nll), KIND)
+    count = "<u8" if measured.tokens.dtype.kind == "i" else "<f8"
+    rows = np.empty(len(measured.nll), np.dtype([("nll", "<f8"), ("tokens", count)]))
     rows["nll"] = measured.nll
     rows["tokens"] = measured.tokens
     path = _file(run_dir, name, step)
@@ -123,7 +123,10 @@ def read_documents(run_dir: Path, name: str, step: int) -> Documents | None:
     ):
         rows = stored["documents"]
         fingerprint = str(stored["fingerprint"])
-        return Documents(fingerprint, rows["nll"], rows["tokens"].astype(np.int64))
+        tokens = rows["tokens"]
+        if tokens.dtype.kind == "u":
+            tokens = tokens.astype(np.int64)
+        return Documents(fingerprint, rows["nll"], tokens)
     return None
 
 

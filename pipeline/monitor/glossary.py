@@ -55,7 +55,9 @@ TRAINING = {
     ),
     "written_tokens": Key("tokens", "Tokens that the model generated for training.", "`objective.on_policy`"),
     "writing_seconds": Key("s", "Time of this generation.", "`objective.on_policy`"),
-    "domains.NAME.tokens": Key("tokens", "Supervised tokens of the domain so far.", SEVERAL_DOMAINS),
+    "domains.NAME.tokens": Key(
+        "tokens", "Supervised tokens of the domain so far, weighted.", SEVERAL_DOMAINS
+    ),
     "domains.NAME.nll": Key(TOKEN, "`nll` of the domain.", SEVERAL_DOMAINS),
     "domains.NAME.loss": Key("per token", "`loss` of the domain.", SEVERAL_DOMAINS),
     "mfu": Key(

@@ -79,8 +79,8 @@ class Guard(Component):
 
     def check(self, step: int, batch: StepBatch, totals: StepTotals) -> str | None:
         """Return a warning about step `step` (from 1), or None. Raises UserError when the run must end."""
-        loss = totals.loss / max(1, totals.tokens)
-        nll = totals.nll / max(1, totals.tokens)
+        loss = totals.loss / (totals.divisor or 1)
+        nll = totals.nll / (totals.divisor or 1)
         if not totals.applied or not math.isfinite(loss):
             self._in_a_row += 1
             warning = f"step {step} skipped: its loss or gradient is not finite ({self._in_a_row} in a row)"

@@ -46,7 +46,7 @@ class Window:
     steps: int = 0
     skipped: int = 0
     tokens: int = 0  # supervised tokens of all steps
-    applied_tokens: int = 0  # of the steps that updated the weights, which the means are over
+    applied_tokens: float = 0  # weight of the tokens of the steps that updated the model, for means
     loss: float = 0.0
     nll: float = 0.0
     demd: float = 0.0
@@ -57,10 +57,10 @@ class Window:
     written: int = 0  # tokens that the model wrote
     writing_seconds: float = 0.0  # part of `seconds`
     weights: list[float] = field(default_factory=list)  # histogram, see loss/fused.py
-    # By domain, if there are several: [supervised tokens, loss, NLL] of the steps that updated the weights,
-    # and supervised tokens of the whole run so far.
+    # By domain, if there are several: [supervised tokens, loss, NLL] of the steps that updated the model,
+    # and supervised tokens of the whole run so far, both weighted.
     domains: list[list[float]] = field(default_factory=list)
-    domain_tokens: list[int] = field(default_factory=list)
+    domain_tokens: list[float] = field(default_factory=list)
 
     def add(self, totals: StepTotals, seconds: float) -> None:
         """Count one step, which took `seconds`."""
@@ -72,7 +72,7 @@ class Window:
         if not totals.applied:
             self.skipped += 1
             return
-        self.applied_tokens += totals.tokens
+        self.applied_tokens += totals.divisor
         self.loss += totals.loss
         self.nll += totals.nll
         self.demd += totals.demd
@@ -213,9 +213,9 @@ class Metrics(Component):
         """Record a pass over the validation set `name`, and how its NLL changed since step 0."""
         if not self.active:
             return
-        means = {f"validation_{key}": value for key, value in means_per_token(totals, totals.tokens).items()}
+        means = {f"validation_{key}": value for key, value in means_per_token(totals, totals.divisor).items()}
         if not math.isnan(totals.kl_from_base):
-            means["validation_kl_from_base"] = _mean(totals.kl_from_base, totals.tokens)
+            means["validation_kl_from_base"] = _mean(totals.kl_from_base, totals.divisor)
         record = {"step": state.step, "tokens": state.tokens, "set": name, **means}
         write_documents(self._run_dir, name, state.step, documents)
         start = read_documents(self._run_dir, name, 0) if state.step else None
@@ -270,7 +270,7 @@ class Metrics(Component):
             self._warned = True
 
 
-def means_per_token(totals: Window | StepTotals, tokens: int) -> dict[str, float]:
+def means_per_token(totals: Window | StepTotals, tokens: float) -> dict[str, float]:
     """Return losses per supervised token."""
     nll = _mean(totals.nll, tokens)
     means = {

@@ -255,6 +255,9 @@ def _open_data(config: RunConfig) -> tuple[TokenDataset, dict[str, TokenDataset]
         if tokenizer_facts(directory).fingerprint != rows.manifest.tokenizer_fingerprint:
             problem = f"{directory} is not the tokenizer that the rows next to it were prepared with"
             raise UserError(f"{problem}; {AGAIN} --force", code="changed-tokenizer")
+    if config.objective.on_policy is not None and data.weighted:
+        problem = f"{data.directory} has loss weights, and objective.on_policy trains on other answers"
+        raise UserError(f"{problem}. Remove the weights or objective.on_policy", code="weighted-prompts")
     if not data.valid.sum():
         raise UserError(f"{data.directory} has no supervised tokens. Check data.sources", code="no-labels")
     return data, validation

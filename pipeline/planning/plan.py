@@ -374,11 +374,13 @@ def _describe_saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) 
 
 
 def domain_rows(config: RunConfig, ready: PlannedRun | TrainingRun) -> Rows:
-    """Return the share, tokens and epochs of each domain, unless there is only one."""
+    """Return the range of any loss weights, and the share, tokens and epochs of each of several domains."""
     mixture = config.train.mixture
     data = ready.data
     order = ready.order
     rows = [] if mixture is None else [("mixture", mixture.label)]
+    if data is not None and data.weighted:
+        rows.append(("loss weights", data.describe_weights()))
     if data is None or ready.steps is None or order is None or (mixture is None and len(data.domains) < 2):
         return rows
     if isinstance(order, MixedOrder):

@@ -41,6 +41,7 @@ def measure_set(
         batches = (batch | base(local[part][real[part]]) for batch, part in zip(batches, parts, strict=True))
     with measuring(engine.model, losses):
         totals, *columns = engine.evaluate(batches)
+    totals = totals._replace(weight=data.weight[rows].sum().item())
     nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
     sources = []  # document of each segment, in the order of the ranks
     ordered, _ = rank_rows(rows, 0, 1, world.ranks * validation.micro)

@@ -107,5 +107,5 @@ def read_metric(measured: Mapping[str, StepTotals], metric: str) -> float:
     """Return `nll`, a mean over the validation sets, or `SET/nll`. NaN if it was not measured."""
     name, _, key = metric.rpartition("/")
     sets = [measured[name]] if name else list(measured.values())
-    values = [means_per_token(totals, totals.tokens).get(key, math.nan) for totals in sets]
+    values = [means_per_token(totals, totals.divisor).get(key, math.nan) for totals in sets]
     return sum(values) / len(values)

@@ -202,9 +202,7 @@ def compare(name: str, row: dict[str, Any]) -> tuple[str, str]:
         return "different", f"the reference fails: {error}"
     assert not isinstance(left, Rejected)
     got = {
-        tuple(tokens[:stop]): tokens[start:stop]
-        for tokens, spans in encoded
-        for start, stop in spans.tolist()
+        tuple(tokens[:stop]): tokens[start:stop] for tokens, spans, _ in encoded for start, stop, _ in spans
     }
     if ChatWriter(template).examples(chat) != exact:
         return "different", "examples of signs and of every prompt differ"

@@ -41,6 +41,7 @@ BASE_IDS = "base_ids"
 BASE_LOG_P = "base_log_p"
 TOP_K = "top_k"
 VARLEN = "varlen"  # the attention of varlen.py
+WEIGHTS = "loss_weights"  # key of a model's inputs for the weight of each label, float32 [b, L]
 DOMAIN = "domain"  # key of a micro-batch for the domain of each row, int64 [b]
 # Keys of transformers for the results of `segments`.
 BOUNDS = "cu_seq_lens_q"
@@ -150,6 +151,7 @@ class FusedHead(nn.Linear):
         stored: Tensor | None = None,
         as_teacher: bool = False,
         base: TeacherBatch | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor | LossSums | Teacher:
         """Return the logits [..., V] of hidden states, or their LossSums against labels.
 
@@ -160,16 +162,18 @@ class FusedHead(nn.Linear):
             stored: [...], a log-probability of every label.
             as_teacher: return `hidden` and the gathered head as a Teacher instead.
             base: the model before training. The losses by token then include the divergence from it.
+            weights: [...], the weight of every label. None: 1.
         """
         if as_teacher:
             return self._as_teacher(hidden)
         if labels is None:
             return super().forward(hidden)
         teacher, base = map(self._with_head, (teacher, base))
-        sums = apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
+        sums = apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored, weights)
         if base is None:
             return sums
         kl = kl_from_base(self._as_teacher(hidden), base, labels, self.spec)
+        kl = kl if weights is None else kl * weights.reshape(-1).to(kl.dtype)
         return sums._replace(by_token=torch.cat((sums.by_token, kl[None])))
 
     def _with_head(self, side: TeacherBatch | None) -> TeacherBatch | None:
@@ -248,6 +252,7 @@ class FusedCausalLM:
         inputs = self.bind_arguments(args, kwargs)
         labels = inputs.pop("labels", None)
         stored = inputs.pop("stored", None)
+        weights = inputs.pop(WEIGHTS, None)
         if labels is None:
             if "position_ids" not in self.argument_names:
                 inputs.pop("position_ids", None)
@@ -257,13 +262,19 @@ class FusedCausalLM:
             head: Any = self.get_output_embeddings()  # type: ignore[attr-defined]
             model = head(self.compute_hidden(label_count(labels), inputs), as_teacher=True)
             return most_likely(model, labels, k, head.spec)
-        return self.fused_sums(labels, inputs, stored)
+        return self.fused_sums(labels, inputs, stored, weights)
 
     def bind_arguments(self, args: tuple[Any, ...], kwargs: MicroBatch) -> MicroBatch:
         """Return all arguments of a call by name."""
         return dict(zip(self.argument_names, args, strict=False)) | kwargs
 
-    def fused_sums(self, labels: Labels, inputs: MicroBatch, stored: Tensor | None = None) -> LossSums:
+    def fused_sums(
+        self,
+        labels: Labels,
+        inputs: MicroBatch,
+        stored: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> LossSums:
         """Return the LossSums over the valid, shifted `labels` [b, L]: position i predicts labels[i].
 
         Args:
@@ -272,6 +283,7 @@ class FusedCausalLM:
                 documents, which do not see each other; a padding mask is then ignored. The `segments` of the
                 positions may be added as cu_seq_lens_q and max_length_q, which saves their computation.
             stored: [b, L], a log-probability of every label.
+            weights: [b, L], the weight of every label. None: 1.
         """
         ids = inputs.pop(TEACHER_IDS, None)
         log_p = inputs.pop(TEACHER_LOG_P, None)
@@ -296,7 +308,7 @@ class FusedCausalLM:
         if from_base and self.base_teacher is not None:
             same = self.base_teacher is self.teacher and teacher is not None
             base = teacher if same else self.base_teacher.run_batch(label_count(labels), inputs)
-        return head(hidden, labels, teacher, stored, base=base)
+        return head(hidden, labels, teacher, stored, base=base, weights=weights)
 
     def compute_hidden(self, tokens: int, inputs: MicroBatch) -> Tensor:
         """Return the hidden states [..., L, H] before the head, for inputs of `tokens` tokens."""

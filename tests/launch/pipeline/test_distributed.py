@@ -26,6 +26,7 @@ from emo.data_prep.shards.format import TokenDataset
 from emo.pipeline.batches.config import MixtureConfig
 from emo.pipeline.batches.order import MixedOrder, MixtureStart
 from emo.pipeline.checkpoint.export import export_checkpoint
+from emo.pipeline.config import load_config
 from emo.pipeline.control.heartbeat import read_ranks
 from emo.pipeline.control.run_dir import (
     BAD_BATCHES,
@@ -46,7 +47,9 @@ from emo.pipeline.control.run_dir import (
 from emo.pipeline.control.stop import node_name
 from emo.pipeline.engine.snapshots import Snapshots
 from emo.pipeline.monitor.documents import compute_change, read_documents
+from emo.pipeline.planning.checks import check_run
 from tests.helpers import launching
+from tests.helpers.corpus import alpaca_rows
 from tests.helpers.launching import losses, wait_for_step
 from tests.helpers.refusals import refused
 from tests.helpers.saving_worker import LAST, SEEN
@@ -229,6 +232,38 @@ def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path,
     assert "step-000006 was saved by 2 ranks: converting it for 1" in output
     for result, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
         assert result == pytest.approx(expected, rel=1e-5)
+
+
+def test_weighted_data_give_the_same_run_on_any_ranks_and_after_a_kill(tmp_path: Path) -> None:
+    """Bit for bit after a kill, up to rounding on one rank. Means are over weights, counts over tokens."""
+    for domain in "ab":
+        rows = [row | {"weight": (0.3, 1, 2.5)[n % 3]} for n, row in enumerate(alpaca_rows(120))]
+        rows = [row | {"instruction": f"{domain} {row['instruction']}"} for row in rows]
+        (tmp_path / f"{domain}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources = [{"files": f"{domain}.jsonl", "domain": domain} for domain in "ab"]
+    data = {"kind": "instruct", "template": "chat", "sources": sources, "sequence_len": 64}
+    recipe = launching.tiny_recipe(tmp_path, (), data, save_steps=3, eval_steps=4)
+    two, killed, one = (tmp_path / name for name in ("two", "killed", "one"))
+    run_two_ranks(recipe, two)
+    launching.kill_ranks(killed, 4, "launch/continual.sh", str(recipe), f"output_dir={killed}")
+    run_two_ranks(recipe, killed)
+    assert losses(killed) == losses(two) and len(losses(two)) == 8
+    assert read_validations(killed) == read_validations(two)
+    assert read_validation_files(killed) == read_validation_files(two)
+    assert read_files(killed / EXPORT)["model.safetensors"] == read_files(two / EXPORT)["model.safetensors"]
+    output = run_one_rank(recipe, one)
+    assert "loss weights: 0.3 to 2.5; " in output
+    for result, expected in zip(losses(one), losses(two), strict=True):
+        assert result == pytest.approx(expected, rel=1e-5)
+    measured = [[r["validation_nll"] for r in read_validations(run_dir)] for run_dir in (one, two)]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+    objective = "{name: kl, teacher: {ema: 0.9}, on_policy: {share: 1, tokens: 6}}"
+    with refused("weighted-prompts"):
+        check_run(load_config(recipe, [f"objective={objective}"]), 1)
+    first = read_steps(two)[0]
+    weights, nlls = zip(*((part["tokens"], part["nll"]) for part in first["domains"].values()), strict=True)
+    assert first["nll"] == pytest.approx(np.average(nlls, weights=weights), rel=1e-5)
+    assert isinstance(first["tokens"], int) and sum(weights) != pytest.approx(first["tokens"], rel=1e-3)
 
 
 # An objective with a finite gradient, whose loss is NaN for the probabilities of a new model.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -21,12 +24,13 @@ from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
 from emo.data_prep.cli import main
-from emo.data_prep.config import load_data_config
+from emo.data_prep.config import DataConfig, load_data_config
 from emo.data_prep.encoding.chat_templates import ChatTemplate, RefusedError, read_template
 from emo.data_prep.encoding.chat_writer import ChatWriter
 from emo.data_prep.encoding.chats import ChatEncoder, check_template
 from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
 from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
+from emo.data_prep.shards.inspect import inspect
 from emo.data_prep.shards.verify import verify
 from emo.data_prep.sniff import guess_columns, sniff
 from emo.data_prep.sources.rows import parse
@@ -35,6 +39,7 @@ from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, SIL
 from tests.helpers.corpus import (
     alpaca_rows,
     prepared,
+    rejected,
     run,
     segments,
     texts,
@@ -167,7 +172,7 @@ def test_a_prompt_and_its_completion_may_be_messages() -> None:
                 *([{"type": "text", "text": None}], [{"type": "text", "text": "q", "weight": 0}]),
             )
         ),
-        *((marked({}, mark), "wrong_type") for mark in ({"weight": 0.5}, {"loss_mask": 1}, {"mask": "User"})),
+        *((marked({}, mark), "wrong_type") for mark in ({"weight": -1}, {"loss_mask": 1}, {"mask": "User"})),
         ({"messages": [USER | {"train": True}, ANSWER]}, "wrong_type"),  # it is never trained on
         ({**PAIR, "output": "", "answer": "B"}, "empty_response"),  # an empty column is not passed over
         ({"messages": [], **PAIR}, "bad_roles"),
@@ -259,15 +264,15 @@ def test_prompts_have_the_ids_of_generation(template: str) -> None:
     saved = tokenizer_with(template)
     reference = AutoTokenizer.from_pretrained(saved.parent)
     messages = json.loads(PLAIN.messages)
-    ((ids, spans),) = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
-    assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
+    ((ids, spans, _),) = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
+    assert spans[-1][1] == len(ids), "nothing after the last answer is kept"
     first = reference.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
-    assert ids[: spans[0, 0]] == first
+    assert ids[: spans[0][0]] == first
     whole = reference.apply_chat_template(messages)["input_ids"][: len(ids)]
     assert reference.decode(ids) == reference.decode(whole)
     if template is not LLAMA:  # there a space of the answer's first word is a token by itself
         assert ids == whole
-        assert [decoded(saved, ids[a:b]) for a, b in spans] == ["a0 0<|im_end|>", "a1 0<|im_end|>"]
+        assert [decoded(saved, ids[a:b]) for a, b, _ in spans] == ["a0 0<|im_end|>", "a1 0<|im_end|>"]
 
 
 CONTENT = st.lists(
@@ -285,10 +290,10 @@ def test_special_tokens_in_messages_never_end_a_turn(turns: list[tuple[str, str]
     backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
     spoken_turns = (turn for q, a in turns for turn in (("user", q), ("assistant", a)))
     row = Chat(json.dumps(talk(*spoken_turns)["messages"]))
-    ((ids, spans),) = ChatEncoder(saved, read_template(saved, "t")).encode(row)
+    ((ids, spans, _),) = ChatEncoder(saved, read_template(saved, "t")).encode(row)
     begin, end = (backend.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
     assert ids.count(begin) == ids.count(end) == 2 * len(turns)
-    for (_, answer), (start, stop) in zip(turns, spans, strict=True):
+    for (_, answer), (start, stop, _) in zip(turns, spans, strict=True):
         assert ids[stop - 1] == end
         assert decoded(saved, ids[start : stop - 1]).strip() == answer.strip()
 
@@ -439,3 +444,132 @@ def test_a_token_limit_below_the_first_row_is_an_error(tmp_path: Path, kind: str
     write_jsonl(tmp_path / "a.jsonl", rows if kind == "instruct" else [f"text {i} " * 20 for i in range(30)])
     with refused("limit-takes-nothing"):
         prepared(tmp_path, kind=kind, limit_tokens=3, sequence_len=128)
+
+
+WELL = "I'm doing very well, thank you!"  # the example of axolotl's documentation
+DETAIL = [
+    {"begin_offset": 0, "end_offset": 8, "train": False},
+    {"begin_offset": 9, "end_offset": 18, "weight": 3},
+    {"begin_offset": 19, "end_offset": 25, "train": True},
+]
+
+
+def weighted_row(mark: dict[str, Any], i: int, **row: Any) -> dict[str, Any]:
+    turns = talk(
+        ("user", f"how are you {i}"), ("assistant", WELL), ("user", "and now"), ("assistant", f"a {i}")
+    )
+    turns["messages"][1] |= mark
+    return turns | row
+
+
+def text_by_weight(config: DataConfig, tokenizer: Path) -> set[tuple[tuple[str, float], ...]]:
+    """The stretches of equal weight of every example, as text."""
+    data, found = train_set(config), set()
+    for row in range(len(data)):
+        ids, labels, positions, weights = (column[0] for column in data.batch(np.array([row])).values())
+        starts = [*np.flatnonzero(positions == 0).tolist(), len(ids)]
+        for a, b in itertools.pairwise(starts):
+            pairs = [(token, w) for token, w in zip(labels[a:b], weights[a:b], strict=True) if token >= 0]
+            runs = [
+                (w, [int(t) for t, _ in run]) for w, run in itertools.groupby(pairs, lambda pair: pair[1])
+            ]
+            found.add(tuple((decoded(tokenizer, run), float(w)) for w, run in runs))
+    return found - {()}
+
+
+@pytest.mark.parametrize("template", ["chat", "chat_template"])
+def test_weights_reach_the_tokens_of_their_characters(tmp_path: Path, template: str) -> None:
+    """Weights of rows, messages and parts are multiplied. The end of a turn has the weight of its message."""
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_with(CHATML), tokenizer)
+    rows = [weighted_row({"train_detail": DETAIL, "loss_scale": 2}, i, weight=0.5) for i in range(30)]
+    rows += [weighted_row({"weight": 0.25}, i) for i in range(30, 60)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    options = {"kind": "instruct", "template": template, "sequence_len": 200, "tokenizer": str(tokenizer)}
+    config = prepared(tmp_path, **options)
+    assert not verify(config.dir)[1]
+    end = "<|im_end|>"
+    parts = [("very well", 3.0), (f", thank{end}", 1.0)]  # decoding drops the first space
+    want = {(*parts, (f"a {i}{end}", 0.5)) for i in range(30)}
+    want |= {((WELL + end, 0.25), (f"a {i}{end}", 1.0)) for i in range(30, 60)}
+    assert text_by_weight(config, tokenizer) == want
+    data = train_set(config)
+    assert data.weight_range == (0.25, 3.0) and data.manifest.counts["weighted_spans"] == 90
+    batch = data.batch(np.arange(len(data)))
+    counted = np.where(batch["labels"] >= 0, batch["loss_weights"].astype(float), 0).sum(1)
+    assert data.weight.tolist() == pytest.approx(counted.tolist())
+    console = Console(file=io.StringIO(), width=200)
+    inspect(config.dir / "train", 1, 0, console)
+    assert "0.25 to 3;" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_reasoning_has_a_weight(tmp_path: Path) -> None:
+    """Of the thinking text alone, where the template writes it."""
+    tokenizer = tmp_path / "tokenizer"
+    thinks = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
+    shutil.copytree(tokenizer_with(CHATML.replace(SAYS, thinks + SAYS)), tokenizer)
+    rows = [weighted_row({"reasoning_content": "all is fine", "weight": 2}, i) for i in range(30)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    options = {"kind": "instruct", "template": "chat_template", "sequence_len": 200}
+    config = prepared(tmp_path, **options, tokenizer=str(tokenizer), reasoning_weight=0.5)
+    for (before, high), (thought, low), (after, same), _ in text_by_weight(config, tokenizer):
+        assert (high, low, same) == (2.0, 1.0, 2.0) and thought.strip() == "all is fine"
+        assert "<think>" in before and after.endswith(f"</think>\n{WELL}<|im_end|>")
+
+
+@pytest.mark.parametrize("template", ["chat", "chat_template"])
+def test_weight_0_is_a_mask_and_weight_1_is_nothing(tmp_path: Path, template: str) -> None:
+    """The shards are equal bit for bit. A row of weight 0 is rejected, as if it were masked."""
+    nothing = [DETAIL[0], DETAIL[0] | {"begin_offset": 9, "end_offset": 12, "weight": 0, "train": None}]
+    all_of_it = [{"begin_offset": 0, "end_offset": len(WELL) - 1, "weight": 1.0}]
+    marks = [{"train": False}, {}, {}], [{"weight": 0}, {"training_detail": all_of_it}, {"loss_weight": 1}]
+    marks += ([{"loss_scale": 0.0}, {"weight": True}, {}], [{"train_detail": nothing}, {}, {"weight": 1.0}])
+    options = {"kind": "instruct", "template": template, "sequence_len": 200, "strict": False}
+    shards = []
+    for number, forms in enumerate(marks):
+        root = tmp_path / str(number)
+        root.mkdir()
+        rows = [weighted_row(forms[i % 3], i) for i in range(60)]
+        write_jsonl(root / "a.jsonl", [*rows, weighted_row({}, 60, weight=0)])
+        config = prepared(root, **options, tokenizer=str(tokenizer_with(CHATML)))
+        assert rejected(config)["no_loss"] == 1 and not train_set(config).weighted
+        shards.append([info.sha256 for info in train_set(config).manifest.shards])
+    assert shards == shards[:1] * len(marks)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    ("mark", "row", "phrase"),
+    [
+        *(({"weight": bad}, {}, "messages[1].weight must be a loss weight") for bad in (-1, "2", 1e9, [1])),
+        *(({}, {"weight": bad}, "column weight must be a loss weight") for bad in (math.nan, math.inf, -0.5)),
+        ({"train_detail": "all"}, {}, "train_detail must be a list"),
+        (
+            {"train_detail": [{"begin_offset": 0, "end_offset": 3}]},
+            {},
+            "must have offsets, and train or weight",
+        ),
+        ({"train_detail": [DETAIL[0] | {"weight": 1}]}, {}, "must have offsets, and train or weight"),
+        ({"train_detail": [DETAIL[0] | {"end_offset": 31}]}, {}, "0 <= begin_offset <= end_offset < 31"),
+        ({"train_detail": DETAIL[1::-1]}, {}, "train_detail[1] must have offsets with 19 <="),
+        ({"train_detail": [DETAIL[0] | {"train": 0.5}]}, {}, "must be true or false"),
+    ],
+)
+def test_wrong_weights_are_rejected(
+    mark: dict[str, Any], row: dict[str, Any], phrase: str, chat: bool
+) -> None:
+    result = read(weighted_row(mark, 0, **row), chat=chat)
+    assert isinstance(result, Rejected) and result.reason == "wrong_type"
+    assert phrase in result.detail and "\n" not in result.detail
+
+
+def test_weights_that_no_text_shows_are_rejected() -> None:
+    """Of a document, and of parts of a content that the template changes or writes twice."""
+    spec = RowSpec("text", "auto", True, None, "none", 1000)
+    (result,) = parse([{"text": "a b c", "weight": 2.0}], spec)
+    assert isinstance(result, Rejected) and "cannot have a weight" in result.detail
+    for says in ("{{ m.content }}{{ m.content }}<|im_end|>", "{{ m.content|upper }}<|im_end|>"):
+        saved = tokenizer_with(CHATML.replace(SAYS, says))
+        chat = read(weighted_row({"train_detail": DETAIL}, 0), chat=True)
+        with pytest.raises(RefusedError, match="unchanged and once"):
+            ChatEncoder(saved, read_template(saved, "t")).encode(chat)

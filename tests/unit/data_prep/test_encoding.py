@@ -30,6 +30,7 @@ from emo.data_prep.encoding.tokenizer import (
     tokenizer_fingerprint,
     train_sentencepiece,
 )
+from emo.data_prep.encoding.weights import AnswerWeights, Part
 from emo.data_prep.encoding.words import TextEncoder, encoder, word_rule
 from emo.data_prep.shards.encode import Encoded, EncodeSettings, RowEncoder
 from emo.data_prep.shards.verify import verify
@@ -116,6 +117,7 @@ DIALOGUES = st.builds(
     st.lists(EXCHANGES, min_size=1, max_size=4).map(tuple),
     st.one_of(st.just(""), CONTENT),
     unsupervised=st.just(()),
+    weights=st.just(()),
 )
 
 
@@ -130,7 +132,7 @@ def sequences(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
     ends = np.cumsum(encoded.lengths).tolist()
     results = []
     for length, end, spans in zip(encoded.lengths, ends, encoded.spans, strict=True):
-        mask = [any(a <= i < b for a, b in spans) for i in range(length)]
+        mask = [any(a <= i < b for a, b, _ in spans) for i in range(length)]
         results.append((encoded.ids[end - length : end].tolist(), mask))
     return results
 
@@ -298,6 +300,25 @@ def test_gpt2_and_opt_ids_equal_the_published_ids(shared_data: Path) -> None:
     assert (gpt2.bos_token_id, gpt2.eos_token_id, len(gpt2)) == (50256, 50256, 50257)
     assert (opt.bos_token_id, opt.eos_token_id, opt.pad_token_id, len(opt)) == (2, 2, 1, 50265)
     assert opt("Hello world")["input_ids"] == [2, 31414, 232]
+
+
+def test_weights_of_characters_reach_the_tokens_of_gpt2(shared_data: Path) -> None:
+    """A token belongs to the part with its first character, also if a character has several tokens."""
+    directory = saved(shared_data / "tokenizers/gpt2")
+    text, start, stop = "Say it: naïveté 🙂🙃 wins, twice.", 10, 17
+    weights = AnswerWeights(1.0, (Part(0, start, 2.0), Part(start, stop, 5.0), Part(stop, len(text), 0.5)))
+    row = Conversation((Exchange("q", text),), weights=(weights,))
+    settings = EncodeSettings(directory, tokenizer_facts(directory), "chat", 99, "drop", None)
+    encoded = RowEncoder(settings).conversations([row])
+    spans = encoded.spans[0].tolist()
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    (before, _, high), (_, _, higher), (_, end, low), last = spans
+    assert (high, higher, low, last[2]) == (2.0, 5.0, 0.5, 1.0) and last[1] - last[0] == 1
+    sizes = [len(backend.id_to_token(i)) for i in encoded.ids[before:end].tolist()]  # a character for a byte
+    firsts = np.cumsum([0, *sizes[:-1]]).tolist()
+    characters = [len(text.encode()[:byte].decode(errors="ignore")) for byte in firsts]
+    want = [2.0 if c < start else 5.0 if c < stop else 0.5 for c in characters]
+    assert [weight for a, b, weight in spans[:3] for _ in range(b - a)] == want
 
 
 @pytest.mark.slow

@@ -329,7 +329,7 @@ def test_verify_recounts_targets(examples: DataConfig) -> None:
     counts[3] += 1
     counts[4] -= 1
     with pa.OSFile(str(shard), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as out:
-        out.write_table(table.set_column(4, "valid", pa.array(counts)))
+        out.write_table(table.set_column(table.schema.get_field_index("valid"), "valid", pa.array(counts)))
     changes = {"sha256": sha256(shard), "bytes": shard.stat().st_size}
     shards = [manifest.shards[0].model_copy(update=changes)]
     identity = content_fingerprint(manifest.kind, manifest.block, manifest.tokenizer_fingerprint, shards)

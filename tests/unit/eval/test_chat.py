@@ -79,14 +79,14 @@ def test_a_conversation_is_encoded_as_in_training(tuned: Path, tmp_path: Path, t
             messages.append({"role": "user", "content": exchange.prompt})
             messages.append({"role": "assistant", "content": exchange.response})
         chat = Chat(json.dumps(messages))
-        ((row, spans),) = ChatEncoder(tmp_path, read_template(tmp_path, "it")).encode(chat)
+        ((row, spans, _),) = ChatEncoder(tmp_path, read_template(tmp_path, "it")).encode(chat)
     else:
         rows = RowEncoder(EncodeSettings(tmp_path, facts, template, 512, "drop", None))
         encoded = rows.conversations([Conversation(exchanges, system)])
-        row, spans = encoded.ids.tolist(), encoded.spans[0]
+        row, spans = encoded.ids.tolist(), encoded.spans[0].tolist()
     history = [
         Exchanged(Question("", exchange.prompt), list(row[start:end]), exchange.response)
-        for exchange, (start, end) in zip(exchanges[:-1], spans[:-1].tolist(), strict=True)
+        for exchange, (start, end, _) in zip(exchanges[:-1], spans[:-1], strict=True)
     ]
     for said in (history, [e._replace(ids=e.ids[:-1]) for e in history]):  # also where a reply was cut off
         ids = conversation_ids(model, template, said, Question("", "Why?"), system)

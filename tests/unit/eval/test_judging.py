@@ -376,7 +376,7 @@ def test_a_question_is_encoded_as_in_training(world: Path, tmp_path: Path, templ
         if template == "chat_template":
             roles = zip(("user", "assistant"), (question.text, "It is."), strict=True)
             chat = Chat(json.dumps([{"role": role, "content": content} for role, content in roles]))
-            ((ids, spans),) = ChatEncoder(directory, read_template(directory, "it")).encode(chat)
+            ((ids, spans, _),) = ChatEncoder(directory, read_template(directory, "it")).encode(chat)
             expected = ids[: int(spans[0][0])]
         else:
             exchange = Exchange(q["instruction"], "Because it is.", q["input"])

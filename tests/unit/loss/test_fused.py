@@ -11,11 +11,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from emo.pipeline.loss import Teacher, weighted_sum
 from emo.pipeline.loss.cost import CostEmbedding, plan_tokens
 from emo.pipeline.loss.fused import fused_linear_loss, quantile, token_nll
 from emo.pipeline.loss.models.head import FusedHead, fuse_head
 from tests.helpers.loss_reference import (
     assert_agree,
+    cost_matrix,
     fused_step,
     inputs,
     reference,
@@ -164,6 +166,7 @@ def test_autocast() -> None:
         ({"labels": torch.tensor([1.0, 2.0, 0.0])}, "dtypes"),
         ({"labels": torch.tensor([1, 2])}, "shapes"),
         ({"labels": plan_tokens(torch.tensor([1, 2]))}, "shapes"),
+        ({"weights": torch.ones(2)}, "shapes"),
         ({"weight": torch.empty(0)}, "sharded-head"),
         ({"weight": torch.zeros(V, H, dtype=torch.bfloat16)}, "dtypes"),
         ({"cost": None}, "needs-cost"),
@@ -219,6 +222,70 @@ def test_histogram_of_the_fused_loss() -> None:
     for share in (0.1, 0.5, 1.0):
         want = (weight / weight.mean()).quantile(share).item()
         assert quantile(sums.weights.tolist(), share) == pytest.approx(want, rel=0.2)
+
+
+FRACTIONS = torch.tensor([0.25, 1.0, 0.0, 3.0, 1.7], dtype=torch.float64).repeat(N // 5)
+
+
+@pytest.mark.parametrize("name", ["mle", "emo", "sum", "teacher"])
+def test_weights_equal_a_float64_loop_on_dense_logits(name: str) -> None:
+    """Also in float32, to 1e-6 of each sum and gradient."""
+    h, w, labels, E = inputs(dtype=torch.float64)
+    h32, w32 = (x.detach().float().requires_grad_() for x in (h, w))
+    C = cost_matrix(E)
+    side = Teacher(torch.randn(N, H).double(), torch.randn(V, H).double())
+    objectives = {"sum": weighted_sum([(make("mle"), 0.7), (make("demd"), 0.5)])}
+    objectives["teacher"] = weighted_sum([(make("mle"), 1.0), (make("kl"), 0.5)])
+    total = {"loss": torch.zeros(()).double(), "nll": 0.0, "demd": 0.0, "divergence": 0.0}
+    for i in (labels != -100).nonzero()[:, 0].tolist():
+        log_p = (w @ h[i]).log_softmax(0)
+        m, D = -log_p[labels[i]], log_p.exp() @ C[labels[i]]
+        log_q = (side.weight @ side.hidden[i]).log_softmax(0)
+        kl = (log_q.exp() * (log_q - log_p)).sum()
+        emo = 0.5 * (m + (m / D).detach() * D)
+        loss = {"mle": m, "emo": emo, "sum": 0.7 * m + 0.5 * D, "teacher": m + 0.5 * kl}[name]
+        for key, value in (("loss", loss), ("nll", m), ("demd", D), ("divergence", kl)):
+            total[key] = total[key] + FRACTIONS[i] * value
+    total["loss"].backward()
+    want = {key: value.detach() for key, value in total.items()} | {"d_hidden": h.grad, "d_weight": w.grad}
+    if name != "teacher":
+        del want["divergence"]
+    objective = objectives[name] if name in objectives else make(name)
+    for dtype, leaves, bound in ((torch.float64, (h, w), 1e-9), (torch.float32, (h32, w32), 1e-6)):
+        teacher = Teacher(*(x.to(dtype) for x in side[:2])) if name == "teacher" else None
+        costs = CostEmbedding.from_weight(E.to(dtype))
+        options = {"memory_mb": TINY_MB, "weights": FRACTIONS.to(dtype), "teacher": teacher}
+        assert_agree(fused_step(*leaves, labels, objective, costs, **options), want, bound)
+
+
+@pytest.mark.parametrize("name", [*ONE_TARGET, "teacher"])
+def test_a_token_of_weight_n_counts_as_n_tokens(name: str) -> None:
+    """All sums, the histogram and all gradients are those of repeated tokens. Weight 0 is a mask."""
+    h, w, labels, E = inputs(dtype=torch.float64)
+    bias = torch.randn(V, dtype=torch.float64).requires_grad_()
+    times = torch.arange(N) % 4
+    cost, options = CostEmbedding.from_weight(E.double()), {"z_loss": 1e-2, "label_smoothing": 0.1}
+    objective = weighted_sum([(make("emo"), 1.0), (make("jsd"), 0.5)]) if name == "teacher" else make(name)
+    options = options if name == "teacher" or composes(name, options) else {}
+    results = []
+    for repeated in (False, True):
+
+        def rows(x: Tensor, repeated: bool = repeated) -> Tensor:
+            return x.repeat_interleave(times, 0) if repeated else x
+
+        side = Teacher(rows(h.detach().flip(0)), w.detach() * 0.5) if name == "teacher" else None
+        for leaf in (h, w, bias):
+            leaf.grad = None
+        sums = fused_linear_loss(
+            rows(h), w, rows(labels), objective, cost, bias=bias, teacher=side, memory_mb=TINY_MB,
+            stored=stored_for(rows(labels)), weights=None if repeated else times.double(), **options,
+        )  # fmt: skip
+        sums.loss.backward()
+        kept = [sums.loss.detach(), sums.nll, sums.demd, sums.weights, sums.divergence.nan_to_num()]
+        results.append([*kept, *(leaf.grad for leaf in (h, w, bias))])
+    for got, want in zip(*results, strict=True):
+        assert relative_error(got, want) <= 1e-9
+    assert not results[0][-3][times == 0].any()
 
 
 @st.composite

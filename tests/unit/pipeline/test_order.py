@@ -30,8 +30,11 @@ from emo.pipeline.batches.order import (
 from emo.pipeline.config import TrainConfig
 from emo.pipeline.control.run_dir import DATA_HASHES
 from emo.pipeline.control.world import World
+from emo.pipeline.loss import LIVE, fuse_model, get_objective
 from emo.pipeline.model.objective_config import RampConfig
-from tests.helpers.corpus import prepared, texts, write_jsonl
+from tests.helpers.corpus import alpaca_rows, prepared, texts, write_jsonl
+from tests.helpers.families import tiny_llama
+from tests.helpers.loss_reference import relative_error
 from tests.helpers.refusals import refused
 
 NAMES = ("home", "abroad", "sea", "law")
@@ -214,6 +217,32 @@ def test_micro_batches_cover_the_rows_in_order(config: DataConfig) -> None:
     for start, part in zip((0, 3, 6), micro, strict=True):
         labels[start : start + 3].flat[part["labels"].positions] = part["labels"].labels
     assert np.array_equal(labels, expected["labels"])
+
+
+def test_a_row_of_weight_2_trains_like_two_rows(tmp_path: Path) -> None:
+    """Loss and gradient are equal to 1e-6, up to order and packing. The divisor is the sum of the weights."""
+    results = []
+    for folder, weight, copies in (("weighted", 2, 1), ("twice", 1, 2)):
+        root = tmp_path / folder
+        root.mkdir()
+        rows = [row | {"weight": weight if i % 2 else 1} for i, row in enumerate(alpaca_rows(24))]
+        write_jsonl(
+            root / "a.jsonl", [row for i, row in enumerate(rows) for _ in range(copies if i % 2 else 1)]
+        )
+        data, _ = open_prepared(prepared(root, kind="instruct", dedup="none", sequence_len=256))
+        torch.manual_seed(0)
+        model = tiny_llama(data.manifest.vocab_size, max_position_embeddings=256).double()
+        fuse_model(model, get_objective("emo"), LIVE)
+        loader = Loader(BatchOrder(len(data), len(data), 0), Batches(data, None, 4, CPU), World(0, 1, CPU))
+        batch = loader.step(0, last=True)
+        loader.close()
+        loss = sum(model(**micro).loss for micro in batch.micro) / batch.valid
+        loss.backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        results.append((batch.valid, float(loss), gradient, data.valid.sum()))
+    (weight, loss, gradient, tokens), (twice, want, expected, all_tokens) = results
+    assert weight == twice == all_tokens > tokens and loss == pytest.approx(want, rel=1e-6)
+    assert relative_error(gradient, expected) <= 1e-6
 
 
 def test_the_loader_reads_one_step_ahead(config: DataConfig) -> None:
