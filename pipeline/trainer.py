@@ -275,9 +275,7 @@ class Trainer:
 
     def _check_kernels(self) -> None:
         """Compare the kernels of model.kernels with the model's own, on rows of the next step."""
-        local, _ = rank_rows(
-            self._next_rows(), self.world.replica, self.world.replicas, self.batches.micro
-        )
+        local, _ = rank_rows(self._next_rows(), self.world.replica, self.world.replicas, self.batches.micro)
         compared = list(self.batches.read(local[: self.batches.micro]))
         engine = self.engine
         with measuring(engine.model, self.losses):

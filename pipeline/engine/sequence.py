@@ -104,10 +104,11 @@ def check_sequence_parallel(config: RunConfig, model: PretrainedConfig) -> None:
         cure = f"Set data.sequence_len={block // n * n} or {block // n * n + n} and prepare the data again"
         raise UserError(f"{problem}. {cure}, or set {KEY} to a divisor of {block}", code="sequence-parallel")
     has_base = config.model.lora is not None or config.objective.resolved_teacher == BASE
+    stores_base = bool(config.train.kl_from_base) and not has_base
     conflicts = {
         "model.compile=true": config.model.compile,
         "objective.on_policy": config.objective.on_policy is not None,
-        "train.kl_from_base without model.lora or objective.teacher=base": bool(config.train.kl_from_base) and not has_base,
+        "train.kl_from_base without model.lora or objective.teacher=base": stores_base,
     }
     for setting in (name for name, is_set in conflicts.items() if is_set):
         problem = f"{KEY}={n} does not work with {setting}"

@@ -150,8 +150,7 @@ def setup_of(
         compiled=config.model.compile,
         kernels=config.model.kernels is not None,
         # On GPUs `auto` chooses an attention without a mask. Those compute in half precision only.
-        masked=batch.sequence == 1
-        and (not half or config.model.attn_implementation in ("sdpa", "eager")),
+        masked=batch.sequence == 1 and (not half or config.model.attn_implementation in ("sdpa", "eager")),
         sequence=batch.sequence,
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
@@ -306,7 +305,9 @@ def _recipe_rows(
 def _describe_sharing(sizes: Sizes, setup: Setup) -> str:
     """Return the part of a row that a rank computes, and what the ranks of a row exchange."""
     part = f"{setup.block // setup.sequence:,} tokens of each row per rank"
-    return f"{part}, which sends {footprint.exchanged_bytes(sizes, setup) / 2**20:,.1f} MiB per layer and pass"
+    return (
+        f"{part}, which sends {footprint.exchanged_bytes(sizes, setup) / 2**20:,.1f} MiB per layer and pass"
+    )
 
 
 def _describe_teacher(config: RunConfig, setup: Setup, sizes: Sizes) -> str:

@@ -11,7 +11,6 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
-
 from unittest import mock
 
 import numpy as np
