@@ -31,6 +31,7 @@ def check_shared_rows(engine: Engine, row: dict[str, np.ndarray]) -> None:
     n = world.sequence
     size = min(row["labels"].shape[1], LENGTH) // n
     arrays = {name: array[:, : size * n].copy() for name, array in row.items()}
+    arrays["labels"] = np.roll(arrays["input_ids"], -1, axis=1)  # losses everywhere, also of prompts
     model: Any = engine.model
     head = model.get_output_embeddings()
     with evaluating_cross_entropy(engine.ds, model):

@@ -93,7 +93,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
     if config.train.optimizer == "muon":
         zero["reduce_scatter"] = False  # Muon needs complete gradients
     tree.update(
-        train_batch_size=batch.micro * batch.accumulation * batch.ranks,  # DeepSpeed counts shared rows often
+        train_batch_size=batch.micro * batch.accumulation * batch.ranks,  # a shared row counts for each rank
         train_micro_batch_size_per_gpu=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
         optimizer=_optimizer_section(config.train, fused=not on_cpu or "offload_optimizer" in zero),

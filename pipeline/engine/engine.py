@@ -161,7 +161,7 @@ class Engine:
             if (parts := self.world.sequence) > 1:
                 length = micro["position_ids"].shape[1] * parts
                 bounds = cut_bounds(bounds, length, self.world.part, parts)
-            nll.append(sum_by_document(sums.by_token[1], bounds.to(self.world.device)))
+            nll.append(sum_by_document(sums.by_token[1], bounds.to(self.world.device, non_blocking=True)))
             tokens.append(micro["labels"].per_document(bounds))
         return vector.reduce(), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
 

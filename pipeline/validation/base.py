@@ -78,7 +78,7 @@ class BaseScores:
         world = engine.world
         run_on_main(world, self._clear)
         rows = np.arange(min(len(self._validation.data), max_rows))
-        local, real = rank_rows(rows, world.replica, world.replicas, self._validation.micro)
+        local, real = rank_rows(rows, world.rank, world.ranks, self._validation.micro)
         vocab_size = engine.model.get_output_embeddings().out_features  # type: ignore[operator]
         dtype = top_dtype(min(k, vocab_size - 1), vocab_size, "<f4")
         parts = []

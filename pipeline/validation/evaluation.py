@@ -41,8 +41,9 @@ def measure_set(
         batches = (batch | base(local[part][real[part]]) for batch, part in zip(batches, parts, strict=True))
     with measuring(engine.model, losses):
         totals, *columns = engine.evaluate(batches)
+    first = range(0, world.ranks, world.sequence)  # ranks that share rows have parts of the same documents
     nll, tokens = (
-        np.concatenate([sum(parts[i : i + world.sequence]) for i in range(0, len(parts), world.sequence)])
+        np.concatenate([sum(parts[i : i + world.sequence]) for i in first])
         for parts in zip(*gather_objects(columns), strict=True)
     )
     sources = []  # document of each segment, in the order of the ranks
