@@ -24,6 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers.integrations import HfDeepSpeedConfig
 
 from emo.common.errors import one_line
@@ -31,6 +32,7 @@ from emo.data_prep.shards.format import TokenDataset
 
 from .batches.loader import Batches, Loader, StepBatch, check_content, rank_rows
 from .batches.on_policy import OnPolicy
+from .batches.shared_rows import check_shared_rows
 from .checkpoint import copies, identity
 from .checkpoint.branch import check_branch, fetch_branch
 from .checkpoint.export import export_checkpoint
@@ -65,6 +67,7 @@ from .engine.average import WeightAverage
 from .engine.devices import device_name
 from .engine.engine import TAG, Engine
 from .engine.schedule import lr_at
+from .engine.sequence import share_rows
 from .engine.totals import StepTotals
 from .model.build import build_model, check_model, packed, write_initial_weights
 from .model.export import export_model
@@ -111,7 +114,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, world: World, watch: SignalWatch, console: Console) -> None:
         self.config = config
-        self.world = world
+        self.world = world._replace(sequence=config.train.sequence_parallel)
         self.watch = watch
         self.console = console
 
@@ -212,7 +215,10 @@ class Trainer:
             self.identity |= {"teacher": teacher}
         check_identity(saved, self.identity)
         self._build_engine(saved)
-        self.batches = Batches(plan.data, plan.scores[0], plan.batch.micro, world.device)
+        shared = (world.part, world.sequence)
+        self.batches = Batches(plan.data, plan.scores[0], plan.batch.micro, world.device, *shared)
+        if world.sequence > 1:
+            check_shared_rows(self.engine, plan.data.batch(self._next_rows()[:1]))
         if config.model.kernels is not None:
             self._check_kernels()
         if saved is not None:
@@ -255,6 +261,8 @@ class Trainer:
                 ds_config = ds_config | {"checkpoint": {"load_universal": True}}
             self._load_from = source.directory
         manifests = [rows.manifest for rows in self._data_sets]
+        if world.sequence > 1:
+            share_rows(world)
         with self.console.compiling():
             partitioned = HfDeepSpeedConfig(
                 ds_config
@@ -278,12 +286,15 @@ class Trainer:
 
     def _check_kernels(self) -> None:
         """Compare the kernels of model.kernels with the model's own, on rows of the next step."""
-        rows = self.plan.order.step_rows(min(self.state.step, self.state.steps - 1))
-        local, _ = rank_rows(rows, self.world.rank, self.world.ranks, self.batches.micro)
+        local, _ = rank_rows(self._next_rows(), self.world.replica, self.world.replicas, self.batches.micro)
         compared = list(self.batches.read(local[: self.batches.micro]))
         engine = self.engine
         with measuring(engine.model, self.losses):
             raise_on_all_ranks(lambda: check_kernels(engine.model, lambda: engine.evaluate(compared)))
+
+    def _next_rows(self) -> np.ndarray:
+        """Return the rows of the next step, or of the last if there is no other."""
+        return self.plan.order.step_rows(min(self.state.step, self.state.steps - 1))
 
     def _stop_requested_before_first_step(self) -> bool:
         """Return whether some rank was asked to stop before this launch took a step; all ranks must call."""
@@ -335,7 +346,7 @@ class Trainer:
         self.saver = Saver(self.engine, config, self.lock, self.identity)
         self.loader = Loader(plan.order, self.batches, world)
         self.validation = {
-            name: Batches(rows, scores, plan.batch.micro, world.device)
+            name: dataclasses.replace(self.batches, data=rows, scores=scores)
             for (name, rows), scores in zip(plan.validation.items(), plan.scores[1:], strict=True)
         }
         with self.lock.activity("validating"):

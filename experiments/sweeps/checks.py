@@ -42,7 +42,8 @@ def check_runs(sweep: Sweep, local: bool) -> None:
             _check_names(sweep, run, config)
             if (key := store.digest_json(training)) not in checked:
                 train = config.train
-                batch = solve_batch(train.global_batch_size, train.micro_batch_size, experiment.ranks)
+                sizes = (train.global_batch_size, train.micro_batch_size, experiment.ranks)
+                batch = solve_batch(*sizes, train.sequence_parallel)
                 training_objective(config)
                 deepspeed_config(config, batch)
                 if local:

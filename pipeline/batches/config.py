@@ -62,6 +62,10 @@ class BatchConfig(Section):
     """Rows per optimizer step over all ranks."""
     micro_batch_size: int = mark(FREE, 4, gt=0)
     """Rows per forward pass and rank."""
+    sequence_parallel: int = mark(FREE, 1, gt=0)
+    """Ranks that share every row. Each computes its part of the positions, and its part of the heads in
+    attention, so that activations of long rows fit into memory. It must divide the ranks and
+    data.sequence_len. Losses and order do not depend on it."""
     mixture: MixtureConfig | None = None
     """Shares of the domains. Without a mixture, each epoch is one permutation of all rows. To change the
     mixture of a run, set mixture_from."""
@@ -79,35 +83,51 @@ class BatchConfig(Section):
 
 
 class Batch(NamedTuple):
-    """The rows of a step: batch <= micro * accumulation * ranks. The last slots may be empty."""
+    """The rows of a step: batch <= micro * accumulation * replicas. The last slots may be empty."""
 
     batch: int
     micro: int
     accumulation: int
     ranks: int
+    sequence: int = 1  # ranks that share every row
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of groups of ranks that read different rows."""
+        return self.ranks // self.sequence
 
     @property
     def slots(self) -> int:
         """Return the number of rows that the passes of a step can hold."""
-        return self.micro * self.accumulation * self.ranks
+        return self.micro * self.accumulation * self.replicas
 
     def __str__(self) -> str:
-        passes = f"{self.micro} per pass x {self.accumulation} accumulated x {counted(self.ranks, 'rank')}"
+        ranks = counted(self.ranks, "rank")
+        if self.sequence > 1:
+            ranks = f"{counted(self.replicas, 'group')} of {self.sequence} ranks"
+        passes = f"{self.micro} per pass x {self.accumulation} accumulated x {ranks}"
         empty = f", {counted(self.slots - self.batch, 'slot')} empty" if self.slots > self.batch else ""
         return f"{self.batch} rows per step = {passes}{empty}"
 
 
-def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
+def solve_batch(batch: int, micro: int, ranks: int, sequence: int = 1) -> Batch:
     """Split a batch into the fewest passes of at most `micro` rows, and make these as small as possible.
 
-    Raises UserError if the batch has fewer rows than ranks.
+    Groups of `sequence` ranks share their rows. Raises UserError if these groups do not divide the ranks, or
+    if the batch has fewer rows than groups.
     """
-    if batch < ranks:
-        problem = f"train.global_batch_size={batch} is less than one row for each of {ranks} ranks"
-        raise UserError(f"{problem}. Set it to {ranks} or more, or start fewer ranks", code="batch-ranks")
-    rows = math.ceil(batch / ranks)  # per rank
+    if ranks % sequence:
+        works = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        problem = f"train.sequence_parallel={sequence} does not divide {counted(ranks, 'rank')}"
+        raise UserError(f"{problem}. Set it to one of {works}", code="sequence-parallel")
+    replicas = ranks // sequence
+    if batch < replicas:
+        unit = "ranks" if sequence == 1 else f"groups of {sequence} ranks"
+        problem = f"train.global_batch_size={batch} is less than one row for each of {replicas} {unit}"
+        raise UserError(f"{problem}. Set it to {replicas} or more, or start fewer ranks", code="batch-ranks")
+    rows = math.ceil(batch / replicas)  # per group
     accumulation = math.ceil(rows / micro)
-    return Batch(batch, math.ceil(rows / accumulation), accumulation, ranks)
+    return Batch(batch, math.ceil(rows / accumulation), accumulation, ranks, sequence)
 
 
 def count_steps(train: BatchConfig, rows: int) -> int:

@@ -24,7 +24,7 @@ from emo.data_prep.shards.scores import Scores
 from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..loss import plan_tokens
-from ..loss.models.head import BOUNDS, DOMAIN, LONGEST, MicroBatch, segments
+from ..loss.models.head import BOUNDS, DOMAIN, LONGEST, SHARED, MicroBatch, segments
 from .order import BatchOrder, MixedOrder
 
 
@@ -54,6 +54,28 @@ def rank_rows(rows: np.ndarray, rank: int, ranks: int, micro: int = 1) -> tuple[
     return np.resize(rows, ranks * per_rank)[part], (np.arange(ranks * per_rank) < len(rows))[part]
 
 
+def make_micro_batch(
+    arrays: dict[str, np.ndarray], part: int = 0, parts: int = 1, pin: bool = False
+) -> MicroBatch:
+    """Return arrays [b, L, ...] with shifted `labels` as arguments of the model.
+
+    Instead of labels they have the plan of the loss. They also have the bounds of the documents in complete
+    rows. Everything else is of part number `part` of the positions, if `parts` ranks share the rows.
+    """
+    bounds, longest = segments(torch.from_numpy(arrays["position_ids"]))
+    size = arrays["labels"].shape[1] // parts
+    if parts > 1:
+        columns = slice(part * size, (part + 1) * size)
+        arrays = {name: np.ascontiguousarray(array[:, columns]) for name, array in arrays.items()}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    labels = tensors.pop("labels")
+    tensors[BOUNDS] = bounds
+    if pin:
+        tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+    micro = tensors | {LONGEST: longest, "labels": plan_tokens(labels, pin)}
+    return micro | {SHARED: True} if parts > 1 else micro
+
+
 @dataclass(frozen=True)
 class Batches:
     """Reads rows as micro-batches for this rank's device."""
@@ -62,14 +84,15 @@ class Batches:
     scores: Scores | None
     micro: int  # rows of a micro-batch
     device: torch.device
+    part: int = 0  # of every row, which this rank computes
+    parts: int = 1  # ranks that share a row
 
     def read(
         self, rows: np.ndarray, real: np.ndarray | None = None, with_domains: bool = False
     ) -> Iterator[MicroBatch]:
         """Yield micro-batches as arguments of the model, in pinned memory if the device is a GPU.
 
-        Instead of labels they have the plan of the loss. They also have the bounds of the documents, any
-        weights of the labels and any stored scores.
+        They include any weights of the labels and any stored scores.
 
         Args:
             rows: numbers of the rows, int64 [n].
@@ -80,18 +103,15 @@ class Batches:
         for start in range(0, len(rows), self.micro):
             part = slice(start, start + self.micro)
             arrays = self.data.batch(rows[part])
-            labels = arrays.pop("labels")
             if real is not None:
-                labels[~real[part]] = IGNORE
+                arrays["labels"][~real[part]] = IGNORE
             if self.scores is not None:
                 arrays |= self.scores.columns(rows[part])
+            micro = make_micro_batch(arrays, self.part, self.parts, pin)
             if with_domains:
-                arrays[DOMAIN] = self.data.domain[rows[part]].astype(np.int64)
-            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            tensors[BOUNDS], longest = segments(tensors["position_ids"])
-            if pin:
-                tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-            yield tensors | {LONGEST: longest, "labels": plan_tokens(torch.from_numpy(labels), pin)}
+                domain = torch.from_numpy(self.data.domain[rows[part]].astype(np.int64))
+                micro[DOMAIN] = domain.pin_memory() if pin else domain
+            yield micro
 
 
 class Writing(NamedTuple):
@@ -138,7 +158,7 @@ class Loader:
     def _read(self, step: int) -> StepBatch:
         data = self.batches.data
         rows = self.order.step_rows(step)
-        local, real = rank_rows(rows, self.world.rank, self.world.ranks, self.batches.micro)
+        local, real = rank_rows(rows, self.world.replica, self.world.replicas, self.batches.micro)
         several = len(data.domains) > 1
         valid = data.weight[rows]
         micro = list(self.batches.read(local, None if real.all() else real, several))

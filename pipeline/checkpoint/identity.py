@@ -91,7 +91,7 @@ def identify(
     """
     shared_mean: Any = None
     if any(part.normalised for part in parts) and batch.accumulation > 1:
-        shared_mean = {"micro_batch": batch.micro, "ranks": batch.ranks}
+        shared_mean = {"micro_batch": batch.micro, "ranks": batch.replicas}
     identity: Identity = {
         "objective": [{"name": part.name, "params": dict(part.params)} for part in parts],
         "program": _hash_programs(config),

@@ -49,6 +49,22 @@ class World(NamedTuple):
     rank: int
     ranks: int
     device: torch.device
+    sequence: int = 1  # consecutive ranks that share every row
+
+    @property
+    def replica(self) -> int:
+        """Return the number of this rank's group among the groups that read different rows."""
+        return self.rank // self.sequence
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of groups that read different rows."""
+        return self.ranks // self.sequence
+
+    @property
+    def part(self) -> int:
+        """Return the number of this rank's part of every row."""
+        return self.rank % self.sequence
 
     @property
     def is_main(self) -> bool:

@@ -88,9 +88,18 @@ def find_c_compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
-def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
-    """Return the attention implementation of a model on this host. For `auto`, the first that works."""
+def usable_attention(model: ModelConfig, config: PretrainedConfig, shared: bool = False) -> str:
+    """Return the attention implementation of a model on this host. For `auto`, the first that works.
+
+    shared: several ranks share each row, which needs an attention that takes the bounds of documents.
+    """
     requested = model.attn_implementation
+    if shared and not uses_segments(requested):
+        if requested == "auto" and (obstacle := _attention_obstacle(VARLEN, model, config)) is None:
+            return VARLEN
+        reason = obstacle if requested == "auto" else f"model.attn_implementation={requested} needs a mask"
+        problem = f"train.sequence_parallel needs model.attn_implementation={VARLEN} or flash_attention_2"
+        raise UserError(f"{problem}, but {reason}", code="sequence-parallel")
     if requested != "auto":
         if obstacle := _attention_obstacle(requested, model, config):
             problem = f"model.attn_implementation={requested} cannot be used: {obstacle}"

@@ -52,7 +52,10 @@ OWNED_BY_RECIPE = {
     "amp": "model.dtype",
     **dict.fromkeys(REPORTS, "train.report_to or train.profile"),
 }
-MODEL_PARALLEL = ("sequence_parallel_size", "tensor_parallel")
+MODEL_PARALLEL = {
+    "sequence_parallel_size": "which the recipe decides. Remove it, and set train.sequence_parallel",
+    "tensor_parallel": "but the loss needs a complete output head. Remove it, and use ZeRO-3 to save memory",
+}
 AUTO = "auto"  # in files for the Hugging Face Trainer, which fills in its own arguments
 # Settings that may differ between two launches of a run: paths, communication and reports. All others, known
 # to DeepSpeed or not, decide the numbers or the layout of a checkpoint.
@@ -73,10 +76,9 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
     """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe."""
     path = shipped(config.deepspeed)
     tree = _drop_owned_keys(config, _read_file(path, config.deepspeed), path, batch)
-    reason = "but the loss needs complete rows and a complete output head"
     errors = [
-        UserError(f"{path} sets {key}, {reason}. Remove it, and use ZeRO-3 to save memory", code="ds-cuts")
-        for key in MODEL_PARALLEL
+        UserError(f"{path} sets {key}, {cure}", code="ds-cuts")
+        for key, cure in MODEL_PARALLEL.items()
         if tree.pop(key, None) is not None
     ]
     errors += _find_unknown_keys(tree, path)
@@ -92,7 +94,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
     if config.train.optimizer == "muon":
         zero["reduce_scatter"] = False  # Muon needs complete gradients
     tree.update(
-        train_batch_size=batch.slots,
+        train_batch_size=batch.micro * batch.accumulation * batch.ranks,  # a shared row counts for each rank
         train_micro_batch_size_per_gpu=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
         optimizer=_optimizer_section(config.train, fused=not on_cpu or "offload_optimizer" in zero),

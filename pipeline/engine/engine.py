@@ -30,6 +30,7 @@ from .average import AVERAGED, WeightAverage, local_values
 from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .freezing import Freezing
 from .pace import OwnTime
+from .sequence import cut_bounds
 from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector
 
@@ -128,7 +129,7 @@ class Engine:
         vector = TotalsVector(self.world.device, domains, self.world.ranks)
         self.own.start_compute()
         for micro in micro_batches:
-            inputs = self._to_device(micro)
+            inputs = self.to_device(micro)
             domain = inputs.pop(DOMAIN, None)
             sums = self.ds(**inputs)
             vector.add(sums, domain)
@@ -154,18 +155,23 @@ class Engine:
         """Return totals over all ranks, and NLL and supervised tokens of each of this rank's documents.
 
         In data with weights, the tokens of a document are the sum of their weights, float64. Every rank must
-        bring equally many micro-batches. The head must report losses by token (`measuring`).
+        bring equally many micro-batches. The head must report losses by token (`measuring`). Ranks that share
+        rows have the same documents, and each returns the sums of its part.
         """
         self.ds.eval()
         vector = TotalsVector(self.world.device)
         tokens = [np.zeros(0, np.int64)]
         nll = [vector.values.new_zeros(0)]  # stays on the device until the last micro-batch
         for micro in micro_batches:
-            inputs = self._to_device(micro)
+            inputs = self.to_device(micro)
             sums = self.ds(**inputs)
             vector.add(sums)
-            nll.append(sum_by_document(sums.by_token[1], inputs[BOUNDS]))
-            tokens.append(micro["labels"].per_document(micro[BOUNDS], micro.get(WEIGHTS)))
+            bounds = micro[BOUNDS]
+            if (parts := self.world.sequence) > 1:
+                length = micro["position_ids"].shape[1] * parts
+                bounds = cut_bounds(bounds, length, self.world.part, parts)
+            nll.append(sum_by_document(sums.by_token[1], bounds.to(self.world.device, non_blocking=True)))
+            tokens.append(micro["labels"].per_document(bounds, micro.get(WEIGHTS)))
         return vector.reduce(), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
 
     @torch.no_grad()
@@ -176,7 +182,7 @@ class Engine:
         """
         self.ds.eval()
         for micro in micro_batches:
-            yield self.ds(**self._to_device(micro), **{TOP_K: k})
+            yield self.ds(**self.to_device(micro), **{TOP_K: k})
 
     def snapshot(self, directory: Path) -> None:
         """Copy this rank's part of the state, to be written below `directory`; all ranks must call."""
@@ -204,7 +210,8 @@ class Engine:
         if self.freezing is not None and self.ds.load_universal_checkpoint() and self._stage == 3:
             self.freezing.correct_counts()
 
-    def _to_device(self, micro: MicroBatch) -> MicroBatch:
+    def to_device(self, micro: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with its tensors on this rank's device."""
         device = self.world.device
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in micro.items()}
 

@@ -181,7 +181,8 @@ def _describe_load_error(path: str, error: Exception, key: str) -> str:
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """Load the model and prepare it for training: kernels, adapters, fused head, activation checkpointing."""
-    attn = usable_attention(config.model, load_model_config(*config.initial_weights()))
+    shared = config.train.sequence_parallel > 1
+    attn = usable_attention(config.model, load_model_config(*config.initial_weights()), shared)
     model = load_pretrained(*config.initial_weights(), config.model.dtype, attn)
     model.config.use_cache = False
     if config.model.kernels is not None:
@@ -195,23 +196,23 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     z_loss = config.objective.z_loss
     fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
     if config.model.neftune_noise_alpha:
-        add_embedding_noise(model, config.model.neftune_noise_alpha)
+        add_embedding_noise(model, config.model.neftune_noise_alpha, config.train.sequence_parallel)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return trained
 
 
-def add_embedding_noise(model: PreTrainedModel, alpha: float) -> None:
-    """Add noise from [-alpha, alpha] / sqrt(L * d) to embeddings [batch, L, d] in steps of training.
+def add_embedding_noise(model: PreTrainedModel, alpha: float, parts: int = 1) -> None:
+    """Add noise from [-alpha, alpha] / sqrt(L * d) to embeddings [batch, L / parts, d] in steps of training.
 
-    This is NEFTune (Jain et al. 2023, arXiv 2310.05914), where L is the length of packed rows. Validation and
-    teachers, which need no gradient, have no noise.
+    This is NEFTune (Jain et al. 2023, arXiv 2310.05914), where L is the length of packed rows, which `parts`
+    ranks may share. Validation and teachers, which need no gradient, have no noise.
     """
 
     def add_noise(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         if not (module.training and torch.is_grad_enabled()):
             return embedded
-        limit = alpha / math.sqrt(embedded.shape[1] * embedded.shape[2])
+        limit = alpha / math.sqrt(embedded.shape[1] * parts * embedded.shape[2])
         return embedded + torch.empty_like(embedded).uniform_(-limit, limit)
 
     model.get_input_embeddings().register_forward_hook(add_noise)
@@ -235,12 +236,14 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     settings: Any = {"packed": False, "collective": True, "device": engine.world.device}
     verdict = probe_model(base, engine.ds, **settings)
     chosen = base.config._attn_implementation
-    if verdict == "refused" and uses_segments(chosen) and config.model.attn_implementation == "auto":
+    shared = engine.world.sequence > 1
+    automatic = config.model.attn_implementation == "auto" and not shared
+    if verdict == "refused" and uses_segments(chosen) and automatic:
         other = "sdpa" if family_supports(base.config, "sdpa") else "eager"
         log.info("using attention %s, because %s does not separate the documents of a row", other, chosen)
         base.set_attn_implementation(other)
         verdict = probe_model(base, engine.ds, **settings)
     if verdict == "refused":
-        if packed(manifests):
+        if packed(manifests) or shared:
             raise UserError(packing_problem(base), code="packing")
         base.packing = "alone"  # rows hold one document each, followed by padding without labels

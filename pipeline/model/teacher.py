@@ -29,6 +29,7 @@ from ..control.world import World, gather_objects
 from ..engine.average import AVERAGED
 from ..engine.devices import usable_attention
 from ..engine.ds_config import DsConfig
+from ..engine.sequence import check_heads
 from ..loss import fuse_model, get_objective, probe_model
 from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
 from ..loss.models.head import packing_problem
@@ -76,6 +77,7 @@ def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[
         problem = f"has {text.vocab_size} vocabulary entries, but the trained model has {entries}"
         cure = "Choose a teacher with at least as many."
         raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-vocabulary")
+    check_heads(text, config.train.sequence_parallel, f"{KEY}={teacher.model}")
     context = context_length(text)
     for manifest in manifests:
         if context is not None and manifest.block > context:
@@ -155,7 +157,7 @@ def add_teacher(
     if zero.get("zero_hpz_partition_size", 1) > 1:
         problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
         raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
-    teacher, engine = _load_teacher(settings, ds_config, world, packs)
+    teacher, engine = _load_teacher(settings, ds_config, world, packs or world.sequence > 1)
     fused.teacher = LiveTeacher(teacher, temperature, engine)
     if reference == BASE:
         fused.base_teacher = fused.teacher
@@ -165,7 +167,8 @@ def add_teacher(
 def _load_teacher(settings: ModelConfig, ds_config: DsConfig, world: World, packs: bool) -> tuple[Any, Any]:
     """Return a frozen model that ends in the fused head, and its engine under ZeRO-3."""
     assert settings.path is not None
-    attn = usable_attention(settings, load_model_config(settings.path, settings.revision))
+    hf_config = load_model_config(settings.path, settings.revision)
+    attn = usable_attention(settings, hf_config, shared=world.sequence > 1)
     teacher: Any = load_pretrained(settings.path, settings.revision, settings.dtype, attn, KEY)
     teacher.config.use_cache = False
     teacher.eval().requires_grad_(False)

@@ -35,6 +35,7 @@ from ..config import RunConfig, TrainConfig
 from ..engine.devices import check_gpus, usable_attention
 from ..engine.ds_config import DsConfig, check_deepspeed_host, deepspeed_config, parameter_groups
 from ..engine.schedule import check_branch_steps
+from ..engine.sequence import check_sequence_parallel
 from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
 from ..model import kernels
@@ -169,11 +170,12 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
 
 def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, DsConfig]:
     """Return the batch and the DeepSpeed configuration. If `here`, also check this host."""
-    batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, ranks)
+    train = config.train
+    batch = solve_batch(train.global_batch_size, train.micro_batch_size, ranks, train.sequence_parallel)
     ds_config = deepspeed_config(config, batch)
     if here:
         check_deepspeed_host(ds_config)
-        for package in filter(None, map(LOGGER_PACKAGES.get, config.train.report_to)):
+        for package in filter(None, map(LOGGER_PACKAGES.get, train.report_to)):
             if importlib.util.find_spec(package) is None:
                 cure = f"pip install {package}, or leave it out"
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
@@ -205,9 +207,12 @@ def _resolve_model(
     """
     hf_config = model_config(config.model, online=local)
     check_context(hf_config, config.data.sequence_len)
+    check_sequence_parallel(config, hf_config)
     for rows in sets:
         check_fits(hf_config, config.model, rows.manifest)
-    attention = usable_attention(config.model, hf_config) if here else config.model.attn_implementation
+    attention: str = config.model.attn_implementation
+    if here:
+        attention = usable_attention(config.model, hf_config, config.train.sequence_parallel > 1)
     model = _build_meta_model(config, hf_config)
     path = config.model.path
     if path is not None and (local or Path(path).exists()):

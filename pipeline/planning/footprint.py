@@ -12,6 +12,8 @@ width):
     update       needed while the optimizer steps, when the last three are free again: a copy of the gradient
                  under ZeRO-3; gradients 2 P and as much for the reduction under ZeRO-1
 
+Ranks that share rows have 1 / N of their tokens T, and exchange them for heads in every layer.
+
 The time of a step is the sum of matrix products, attention, element-wise kernels, communication and the
 optimizer. A pass takes at least as long as the host needs to launch it. Five constants are fitted to
 published runs (tests/helpers/published.py): the efficiencies of two GPUs, ATTENTION, SHORT and EXPOSED. The
@@ -77,7 +79,7 @@ class Setup:
 
     ranks: int
     stage: int  # of ZeRO
-    micro: int  # rows per pass and rank
+    micro: int  # rows per pass and rank, or group of ranks that share rows
     block: int  # tokens per row
     accumulation: int = 1  # passes per step
     bf16: bool = True
@@ -101,12 +103,13 @@ class Setup:
     averaged: bool = False  # the teacher is the average of the weights that train
     demonstrated: float = 0.0  # share of passes in which the teacher reads rows of twice the length
     attended: float | None = None  # mean tokens that a token attends to, or None for complete rows
+    sequence: int = 1  # ranks that share every row
     written: float = 0.0  # mean tokens that the model generates one after the other in a pass
 
     @property
     def tokens(self) -> int:
         """Return the tokens per pass and rank."""
-        return self.micro * self.block
+        return self.micro * self.block // self.sequence
 
     @property
     def width(self) -> int:
@@ -298,6 +301,7 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
             teacher += setup.demonstrated * (longer - teacher)
     computing = matrices + attention + head + elementwise + teacher
     communication = _communication_seconds(sizes, setup, gpu.link_gb, network_gb, computing)
+    communication += _exchange_seconds(sizes, setup, gpu.link_gb, network_gb)
     if setup.offload_parameters:
         communication += passes * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
     optimizer = _optimizer_seconds(sizes, setup, gpu)
@@ -428,6 +432,23 @@ def _communication_seconds(
     # The first gather of a pass and its last reduction (a layer; embedding and head) overlap with nothing.
     ends = seconds * 2 / 3 * (1 / sizes.layers + 1 - sizes.body / sizes.parameters)
     return exposed / bus + ends + max(EXPOSED * overlapped / inside, seconds - HIDDEN_BY_COMPUTE * computing)
+
+
+def exchanged_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the bytes that a rank sends in the all-to-alls of one layer's forward pass over shared rows.
+
+    There is one each for queries, keys, values and results. The backward pass sends as much.
+    """
+    width = 2 * sizes.hidden + 2 * sizes.key_values
+    return setup.tokens * width * setup.width * (1 - 1 / setup.sequence)
+
+
+def _exchange_seconds(sizes: Sizes, setup: Setup, link_gb: float, network_gb: float) -> float:
+    """Return the time of the all-to-alls of a step, during which ranks that share rows compute nothing."""
+    link = link_gb if setup.sequence <= NODE else min(link_gb, network_gb)
+    passes = 3 if setup.checkpointing else 2  # forward, backward, and forward again
+    moved = setup.accumulation * passes * sizes.layers * exchanged_bytes(sizes, setup)
+    return moved / (link * GB * BUS_EFFICIENCY)
 
 
 def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) -> float:

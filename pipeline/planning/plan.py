@@ -150,7 +150,8 @@ def setup_of(
         compiled=config.model.compile,
         kernels=config.model.kernels is not None,
         # On GPUs `auto` chooses an attention without a mask. Those compute in half precision only.
-        masked=not half or config.model.attn_implementation in ("sdpa", "eager"),
+        masked=batch.sequence == 1 and (not half or config.model.attn_implementation in ("sdpa", "eager")),
+        sequence=batch.sequence,
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
@@ -277,6 +278,7 @@ def _recipe_rows(
         ("objective", f"{config.objective.label} {config.objective.params or ''}".strip()),
         ("batch", str(ready.batch)),
         ("tokens per step", f"at most {ready.batch.batch * config.data.sequence_len:,}"),
+        *([] if setup.sequence == 1 else [("shared rows", _describe_sharing(sizes, setup))]),
         ("steps", _describe_steps(config, ready)),
         *([] if ready.steps is None else [("learning rate", draw_schedule(config.train, ready.steps))]),
         *domain_rows(config, ready),
@@ -298,6 +300,14 @@ def _recipe_rows(
     rows.append(("states per rank", memory_line(states, 2)))
     rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
     return rows
+
+
+def _describe_sharing(sizes: Sizes, setup: Setup) -> str:
+    """Return the part of a row that a rank computes, and what the ranks of a row exchange."""
+    part = f"{setup.block // setup.sequence:,} tokens of each row per rank"
+    return (
+        f"{part}, which sends {footprint.exchanged_bytes(sizes, setup) / 2**20:,.1f} MiB per layer and pass"
+    )
 
 
 def _describe_teacher(config: RunConfig, setup: Setup, sizes: Sizes) -> str:
@@ -413,7 +423,8 @@ def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu:
     if batch.slots > batch.batch:
         problem = f"each step leaves {batch.slots - batch.batch} of {batch.slots} slots empty"
         cure = f"Set train.global_batch_size={batch.slots} in a new output_dir to fill them."
-        warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.ranks} ranks. {cure}")
+        unit = "ranks" if batch.sequence == 1 else "groups of ranks"
+        warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.replicas} {unit}. {cure}")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "Set model.dtype=float32 in a new output_dir."
         warnings.append(f"bfloat16 on a CPU is several times slower than float32. {cure}")
@@ -464,6 +475,10 @@ def describe_fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
         if not changes and fits(micro=1, checkpointing=True, stage=3, offload_optimizer=offload):
             keys = f"train.micro_batch_size=1 deepspeed=ds_configs/{file} model.activation_checkpointing=true"
             changes = [f"set {keys}"]
+    if not changes:  # the model may have other numbers of heads, which training checks
+        sharing = (n for n in range(2, NODE + 1) if setup.ranks % n == 0 and setup.block % n == 0)
+        n = next((n for n in sharing if setup.sequence == 1 and fits(sequence=n)), 1)
+        changes = [f"set train.sequence_parallel={n}"] if n > 1 else []
     enough = next((n for i in range(1, 8) if fits(ranks=(n := cluster.gpus * 2**i))), None)
     changes += [f"take {enough} GPUs"] if enough else []
     remedies = "; or ".join(changes or ["no single change helps: take GPUs with more memory, or model.lora"])
@@ -520,7 +535,9 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
     for i, choice in enumerate(best, 1):
         table.add_row(str(i), *_choice_cells(choice, sizes, cluster))
     with contextlib.suppress(UserError):  # the recipe as it is may not be valid on these GPUs
-        batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, cluster.gpus)
+        train = config.train
+        counts = (train.global_batch_size, train.micro_batch_size, cluster.gpus)
+        batch = solve_batch(*counts, train.sequence_parallel)
         setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective, attended)
         current = Choice.predict(config.deepspeed, setup, sizes, cluster)
         table.add_section()
@@ -593,7 +610,7 @@ def choices(
         attended: Mean tokens that a token attends to; None if one document fills each row.
     """
     gpus = cluster.gpus
-    batch = solve_batch(config.train.global_batch_size, 1, gpus)
+    batch = solve_batch(config.train.global_batch_size, 1, gpus, config.train.sequence_parallel)
     rows = batch.accumulation
     errors: list[UserError] = []
     files = [name for name in FILES if name != "zero3_hpz.json" or (gpus > NODE and gpus % NODE == 0)]
@@ -605,7 +622,8 @@ def choices(
             errors.append(error)
             continue
         micros = [m for m in range(1, rows + 1) if rows % m == 0]
-        compiling = (False, True) if base.stage < 3 and not base.kernels else (False,)
+        compiles = base.stage < 3 and not base.kernels and base.sequence == 1
+        compiling = (False, True) if compiles else (False,)
         for checkpointing, compiled, micro in itertools.product((False, True), compiling, micros):
             setup = dataclasses.replace(
                 base, checkpointing=checkpointing, compiled=compiled, micro=micro, accumulation=rows // micro

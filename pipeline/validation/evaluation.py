@@ -34,7 +34,7 @@ def measure_set(
     world = engine.world
     data = validation.data
     rows = np.arange(min(len(data), max_rows))
-    local, real = rank_rows(rows, world.rank, world.ranks, validation.micro)
+    local, real = rank_rows(rows, world.replica, world.replicas, validation.micro)
     batches = validation.read(local, real)
     if base is not None:
         parts = np.split(np.arange(len(local)), range(validation.micro, len(local), validation.micro))
@@ -42,9 +42,13 @@ def measure_set(
     with measuring(engine.model, losses):
         totals, *columns = engine.evaluate(batches)
     totals = totals._replace(weight=data.weight[rows].sum().item())
-    nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
+    first = range(0, world.ranks, world.sequence)  # ranks that share rows have parts of the same documents
+    nll, tokens = (
+        np.concatenate([sum(parts[i : i + world.sequence]) for i in first])
+        for parts in zip(*gather_objects(columns), strict=True)
+    )
     sources = []  # document of each segment, in the order of the ranks
-    ordered, _ = rank_rows(rows, 0, 1, world.ranks * validation.micro)
+    ordered, _ = rank_rows(rows, 0, 1, world.replicas * validation.micro)
     for row in ordered.tolist():
         padding = int(data.tokens_of(row) < data.manifest.block)  # a segment without a document
         sources.append(np.append(data.sources_of(row), np.zeros(padding, np.uint64)))

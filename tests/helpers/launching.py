@@ -129,15 +129,15 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_forked([{}], "launch/continual.sh", *arguments)
 
 
-def run_ranks(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND` as the two ranks of a group, without a launcher; see `run_forked`."""
-    return run_forked(_group(environment), *command)
+def run_ranks(*command: str, ranks: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` as the ranks of a group, without a launcher; see `run_forked`."""
+    return run_forked(_group(environment, ranks), *command)
 
 
-def kill_ranks(run_dir: Path, step: int, *command: str) -> None:
-    """`python COMMAND` as the two ranks of a group, which are killed once a step is logged."""
+def kill_ranks(run_dir: Path, step: int, *command: str, ranks: int = 2) -> None:
+    """`python COMMAND` as the ranks of a group, which are killed once a step is logged."""
     with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
-        processes = _forked(_group({}), command, output.name)
+        processes = _forked(_group({}, ranks), command, output.name)
         try:
             wait_for_step(run_dir, step)
         finally:
@@ -168,11 +168,11 @@ def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.
         return subprocess.CompletedProcess(command, code, output.read())
 
 
-def _group(environment: dict[str, str]) -> list[dict[str, str]]:
-    """The environments of the two ranks of a group."""
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
+def _group(environment: dict[str, str], ranks: int) -> list[dict[str, str]]:
+    """The environments of the ranks of a group."""
+    group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | environment
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(ranks))]
 
 
 def _forked(environments: list[dict[str, str]], command: Sequence[str], output: str) -> list[Any]:

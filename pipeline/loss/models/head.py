@@ -46,6 +46,7 @@ DOMAIN = "domain"  # key of a micro-batch for the domain of each row, int64 [b]
 # Keys of transformers for the results of `segments`.
 BOUNDS = "cu_seq_lens_q"
 LONGEST = "max_length_q"
+SHARED = "shared_rows"  # True: the inputs are this rank's part of rows that a group of ranks shares
 SEGMENTS = (BOUNDS, "cu_seq_lens_k", LONGEST, "max_length_k")
 
 

@@ -166,7 +166,7 @@ def probe_model(
     """
     run = model if forward is None else forward
     root = run if isinstance(run, nn.Module) else model
-    with torch.no_grad(), _evaluating_cross_entropy(root, model), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), evaluating_cross_entropy(root, model), torch.compiler.set_stance("force_eager"):
         probe = Probe(model, run, collective, device)
         probe.check_head()
         model.packing = "positions"
@@ -185,7 +185,7 @@ def probe_model(
 
 
 @contextlib.contextmanager
-def _evaluating_cross_entropy(root: nn.Module, model: Any) -> Iterator[None]:
+def evaluating_cross_entropy(root: nn.Module, model: Any) -> Iterator[None]:
     """Turn dropout off and let the head compute plain cross-entropy within the block."""
     modes = [(module, module.training) for module in root.modules()]
     head = model.get_output_embeddings()

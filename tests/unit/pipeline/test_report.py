@@ -22,7 +22,7 @@ from emo.common.errors import ExitCode
 from emo.common.report.numbers import DASH, MINUS
 from emo.pipeline import cli
 from emo.pipeline.control import run_dir
-from emo.pipeline.monitor.console import Console, Progress
+from emo.pipeline.monitor.console import Console
 from emo.pipeline.monitor.documents import (
     FEWEST,
     Change,

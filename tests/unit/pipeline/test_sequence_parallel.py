@@ -1,0 +1,117 @@
+"""Rows that ranks share: their parts, the settings that are rejected, and the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from emo.pipeline.batches.config import solve_batch
+from emo.pipeline.batches.loader import make_micro_batch
+from emo.pipeline.config import load_config
+from emo.pipeline.engine.devices import usable_attention
+from emo.pipeline.engine.hardware import ACCELERATORS
+from emo.pipeline.engine.sequence import check_sequence_parallel, cut_bounds
+from emo.pipeline.loss.models.head import BOUNDS, sum_by_document
+from emo.pipeline.loss.models.varlen import VARLEN
+from emo.pipeline.planning import footprint
+from tests.conftest import REPO
+from tests.helpers.families import family
+from tests.helpers.refusals import refused
+from tests.helpers.sequence_worker import ROWS, read_rows
+
+BLOCK = 24
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+ON_POLICY = 'objective={"name": "kl", "teacher": {"model": "org/model"}, "on_policy": {"share": 0.5}}'
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_the_parts_of_rows_add_up(parts: int) -> None:
+    """Every input is cut by position, and each document is counted once over all parts."""
+    rows = read_rows(0, BLOCK)
+    rows["stored"] = np.random.default_rng(0).random((ROWS, BLOCK, 3))
+    complete = make_micro_batch({name: array.copy() for name, array in rows.items()})
+    micro = [make_micro_batch({k: v.copy() for k, v in rows.items()}, i, parts) for i in range(parts)]
+    for name in ("input_ids", "position_ids", "stored"):
+        assert torch.equal(torch.cat([part[name] for part in micro], 1), complete[name])
+    assert sum(len(part["labels"]) for part in micro) == len(complete["labels"])
+    values = torch.rand(ROWS, BLOCK)
+    bounds = [cut_bounds(complete[BOUNDS], BLOCK, i, parts) for i in range(parts)]
+    tokens = sum(part["labels"].per_document(cut) for part, cut in zip(micro, bounds, strict=True))
+    chunks = zip(values.chunk(parts, 1), bounds, strict=True)
+    sums = torch.stack([sum_by_document(chunk.flatten(), cut) for chunk, cut in chunks]).sum(0)
+    assert np.array_equal(tokens, complete["labels"].per_document(complete[BOUNDS]))
+    assert torch.allclose(sums, sum_by_document(values.flatten(), complete[BOUNDS]))
+
+
+def settings(n: int, *overrides: str) -> Any:
+    keys = [f"train.sequence_parallel={n}", "data.sequence_len=64", *overrides]
+    return load_config(REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml", keys)
+
+
+def llama(heads: int = 8, keys: int = 2, **changes: Any) -> PretrainedConfig:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": keys, "hidden_size": 96}
+    return family("llama", **shape, **changes).config
+
+
+@pytest.mark.parametrize(
+    ("n", "overrides", "model", "message"),
+    [
+        (8, (), {"heads": 12, "keys": 4}, "one of 1, 2, 4, 12"),
+        (3, (), {}, "data.sequence_len=63 or 66"),
+        (2, ("model.compile=true",), {}, "model.compile"),
+        (2, (ON_POLICY,), {}, "objective.on_policy"),
+        (2, ("train.kl_from_base=8",), {}, "train.kl_from_base"),
+        (2, (), {"rope_parameters": ROPE}, "RoPE of type dynamic"),
+    ],
+)
+def test_settings_that_do_not_work(n: int, overrides: tuple[str, ...], model: Any, message: str) -> None:
+    with refused("sequence-parallel") as error:
+        check_sequence_parallel(settings(n, *overrides), llama(**model))
+    assert message in str(error.value)
+
+
+def test_settings_that_work() -> None:
+    """Heads of keys are repeated if more ranks share a row, and adapters have the base in memory."""
+    check_sequence_parallel(settings(4, "train.kl_from_base=8", "model.lora={}"), llama())
+    check_sequence_parallel(settings(1, "model.compile=true"), llama(keys=8))
+
+
+def test_ranks_form_groups() -> None:
+    batch = solve_batch(6, 2, 8, 4)
+    assert (batch.replicas, batch.micro, batch.accumulation, batch.slots) == (2, 2, 2, 8)
+    with refused("sequence-parallel") as error:
+        solve_batch(6, 2, 8, 3)
+    assert "1, 2, 4, 8" in str(error.value)
+    with refused("batch-ranks"):
+        solve_batch(1, 1, 4, 2)
+
+
+def test_shared_rows_need_an_attention_without_a_mask() -> None:
+    assert usable_attention(settings(2).model, llama(), shared=True) == VARLEN
+    for attention in ("sdpa", "eager"):
+        with refused("sequence-parallel"):
+            usable_attention(
+                settings(2, f"model.attn_implementation={attention}").model, llama(), shared=True
+            )
+    with refused("sequence-parallel"):
+        usable_attention(settings(2).model, family("gemma2").config, shared=True)
+
+
+def test_the_plan_divides_activations_by_the_ranks_of_a_row() -> None:
+    sizes = footprint.Sizes(7 * 10**9, 7 * 10**9, 65 * 10**8, 32, 4096, 11008, 4096, True, 32000, 291)
+    alone = footprint.Setup(ranks=8, stage=3, micro=1, block=65536)
+    shared = dataclasses.replace(alone, sequence=8)
+    memory = [footprint.memory(sizes, setup) for setup in (alone, shared)]
+    assert memory[1].activations == pytest.approx(memory[0].activations / 8)
+    assert memory[1].optimizer == memory[0].optimizer
+    assert footprint.exchanged_bytes(sizes, alone) == 0
+    # queries, keys, values and results in bfloat16, of which each rank keeps an eighth
+    assert footprint.exchanged_bytes(sizes, shared) == 65536 / 8 * 4 * 4096 * 2 * 7 / 8
+    gpu = next(iter(ACCELERATORS.values()))
+    seconds = [footprint.step_time(sizes, setup, gpu) for setup in (alone, shared)]
+    assert seconds[1].communication > seconds[0].communication
