@@ -259,7 +259,9 @@ class Trainer:
             )  # while it lives transformers builds models partitioned
             model = build_model(config, self.losses)
             teacher = add_teacher(model, config, ds_config, world, packed(manifests))
-            self.engine = Engine(model, ds_config, world, config.model.compile, config.train.head_lr_ratio)
+            loraplus = 1.0 if config.model.lora is None else config.model.lora.loraplus_lr_ratio
+            ratios = config.train.head_lr_ratio, loraplus
+            self.engine = Engine(model, ds_config, world, config.model.compile, *ratios)
             del partitioned
         if (decay := config.objective.average_decay) is not None:
             self.engine.average = WeightAverage(self.engine.model, teacher, decay, world)

@@ -51,6 +51,7 @@ OWNED_BY_RECIPE = {
     "amp": "model.dtype",
     **dict.fromkeys(REPORTS, "train.report_to or train.profile"),
 }
+EIGHT_BIT = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit"}  # classes of bitsandbytes
 MODEL_PARALLEL = ("sequence_parallel_size", "tensor_parallel")
 AUTO = "auto"  # in files for the Hugging Face Trainer, which fills in its own arguments
 # Settings that may differ between two launches of a run: paths, communication and reports. All others, known
@@ -90,6 +91,8 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
             (zero.get(part) or {}).pop("pin_memory", None)
     if config.train.optimizer == "muon":
         zero["reduce_scatter"] = False  # Muon needs complete gradients
+    if config.train.optimizer in EIGHT_BIT:
+        tree["zero_allow_untested_optimizer"] = True  # DeepSpeed accepts only known classes otherwise
     tree.update(
         train_batch_size=batch.slots,
         train_micro_batch_size_per_gpu=batch.micro,
@@ -115,6 +118,8 @@ def _optimizer_section(train: TrainConfig, fused: bool) -> DsConfig:
         params["fused"] = True
     if train.optimizer == "adamw":
         return {"type": "AdamW", "params": params}
+    if train.optimizer in EIGHT_BIT:
+        return {"type": EIGHT_BIT[train.optimizer], "params": params}
     # Muon's author and DeepSpeed both use this momentum.
     return {"type": "Muon", "params": params | {"muon_lr": train.muon_lr, "momentum": 0.95}}
 
@@ -325,6 +330,12 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
         problem = (
             "train.optimizer=muon cannot be combined with model.lora, offload_optimizer or reduce_scatter"
         )
+    elif offload and config.train.optimizer in EIGHT_BIT:
+        problem = f"train.optimizer={config.train.optimizer} cannot be combined with offload_optimizer. "
+        problem += "Set deepspeed=ds_configs/zero3.json, or train.optimizer=adamw"
+    elif stage == 3 and config.model.linear_dtype is not None:
+        problem = f"model.lora.base_dtype={config.model.linear_dtype} does not work under ZeRO-3, which "
+        problem += "cannot partition 4-bit weights. Set deepspeed=ds_configs/zero2.json"
     elif offload.get("device") == "nvme":
         problem = "an optimizer on NVMe cannot resume. Set its device to cpu, or put only the weights on NVMe"
         problem += " (ds_configs/zero3_nvme.json)"
@@ -335,7 +346,11 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, use_muon: bool = False, head_lr_ratio: float = 1.0
+    model: nn.Module,
+    weight_decay: float,
+    use_muon: bool = False,
+    head_lr_ratio: float = 1.0,
+    loraplus_lr_ratio: float = 1.0,
 ) -> list[ParameterGroup]:
     """Return the optimizer's groups. Biases and norm gains (fewer than two dimensions) do not decay.
 
@@ -344,6 +359,8 @@ def parameter_groups(
         weight_decay: decay of matrices.
         use_muon: put the matrices that Muon trains in a group before the others.
         head_lr_ratio: unless it is 1, the head's weights are in separate groups with this `ratio`.
+        loraplus_lr_ratio: the same for the adapters' B and all vectors, as PEFT's create_loraplus_optimizer
+            groups them. Adapters of embeddings keep the learning rate.
 
     Raises UserError for a model that Muon cannot train.
     """
@@ -361,14 +378,15 @@ def parameter_groups(
         groups.append({"params": fixed, "weight_decay": 0.0})
     else:
         groups.append({"params": parameters, "weight_decay": weight_decay if decaying else 0.0})
-    if head_lr_ratio == 1:
-        return groups
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    head_ids = set(map(id, head.parameters()))
+    faster = (p for name, p in model.named_parameters() if ".lora_B." in name or _dimensions(p) < 2)
+    ratios = {id(p): loraplus_lr_ratio for p in faster} | {id(p): head_lr_ratio for p in head.parameters()}
+    if head_lr_ratio == loraplus_lr_ratio == 1:
+        return groups
     split = []
     for group in groups:
-        for ratio in (1.0, head_lr_ratio):
-            part = [p for p in group["params"] if (id(p) in head_ids) == (ratio != 1)]
+        for ratio in dict.fromkeys((1.0, *ratios.values())):
+            part = [p for p in group["params"] if ratios.get(id(p), 1.0) == ratio]
             if part:
                 split.append(group | {"params": part, "ratio": ratio})
     return split
@@ -417,6 +435,14 @@ def build_muon(groups: list[ParameterGroup], params: DsConfig) -> torch.optim.Op
             parameter.use_muon = use_muon
     fused = {"fused": True} if params.get("fused") else {}
     return MuonWithAuxAdam(settings, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=fused)
+
+
+def build_8bit(groups: list[ParameterGroup], ds_config: DsConfig) -> torch.optim.Optimizer:
+    """Return the 8-bit AdamW of bitsandbytes that the DeepSpeed configuration names."""
+    optimizers = importlib.import_module("bitsandbytes.optim")
+    settings = ds_config["optimizer"]["params"]
+    params = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    return getattr(optimizers, ds_config["optimizer"]["type"])(groups, **params)  # type: ignore[no-any-return]
 
 
 def import_muon() -> None:

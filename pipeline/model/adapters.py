@@ -26,6 +26,7 @@ from ..loss.models.head import require_plain_head
 from .config import LoraConfig, ModelConfig
 
 ADAPTER = "default"  # PEFT's name of a run's only adapter
+MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}"
 DIRECTORY = "adapter"  # in an export that also has the merged model
 # Values of PEFT's settings for adapters that can be continued. Others change the scaling or the base model.
 USUAL: dict[str, tuple[Any, ...]] = {
@@ -52,6 +53,7 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
         lora_dropout=config.lora.dropout,
         target_modules=targets,
         use_rslora=config.lora.use_rslora,
+        use_dora=config.lora.use_dora,
     )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -81,7 +83,8 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model's adapters, with their names in PEFT's files."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name and f".{ADAPTER}" in name:  # not those of a teacher
-            yield name.replace(f".{ADAPTER}", ""), parameter
+            # PEFT stores a length of DoRA, lora_magnitude_vector.default.weight, without the last part.
+            yield name.replace(f"{MAGNITUDE}.weight", MAGNITUDE).replace(f".{ADAPTER}", ""), parameter
 
 
 def _find_adapter(source: str) -> Path:
@@ -120,7 +123,8 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
         if settings.get(key) not in usual:
             cure = "Merge it into its base model with PEFT, and start a new adapter"
             raise UserError(f"{problem} has {key}={settings[key]}. {cure}", code="adapter")
-    for key, wanted in (("r", config.r), ("alpha", config.alpha), ("use_rslora", config.use_rslora)):
+    for key in ("r", "alpha", "use_rslora", "use_dora"):
+        wanted = getattr(config, key)
         found = settings.get({"alpha": "lora_alpha"}.get(key, key)) or False
         if found != wanted:
             raise UserError(f"{problem} has {key}={found}. Set model.lora.{key} to that", code="adapter")
