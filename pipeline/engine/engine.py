@@ -215,8 +215,8 @@ def is_4bit(parameter: Tensor | None) -> bool:
 def frozen_sum(model: nn.Module, rank: int = 0) -> int:
     """Return a sum of the bits of this rank's part of all parameters that do not train.
 
-    The sum over all ranks modulo 2**64 is the same for any number of ranks. 4-bit weights are left out, because
-    a CPU may round them differently from a GPU.
+    The sum over all ranks modulo 2**64 is the same for any number of ranks. 4-bit weights are left out,
+    because a CPU may round them differently from a GPU.
     """
     total = 0
     for name, parameter in model.named_parameters():

@@ -26,7 +26,6 @@ from ..loss.models.head import require_plain_head
 from .config import LoraConfig, ModelConfig
 
 ADAPTER = "default"  # PEFT's name of a run's only adapter
-MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}"
 DIRECTORY = "adapter"  # in an export that also has the merged model
 # Values of PEFT's settings for adapters that can be continued. Others change the scaling or the base model.
 USUAL: dict[str, tuple[Any, ...]] = {
@@ -83,8 +82,15 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model's adapters, with their names in PEFT's files."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name and f".{ADAPTER}" in name:  # not those of a teacher
-            # PEFT stores a length of DoRA, lora_magnitude_vector.default.weight, without the last part.
-            yield name.replace(f"{MAGNITUDE}.weight", MAGNITUDE).replace(f".{ADAPTER}", ""), parameter
+            yield name.replace(f".{ADAPTER}", ""), parameter
+
+
+def _tensor_name(name: str) -> str:
+    """Return the name that transformers and PEFT read, of a tensor in an adapter's file.
+
+    PEFT itself writes the lengths of DoRA without `.weight`, and transformers does not find them then.
+    """
+    return f"{name}.weight" if name.endswith("lora_magnitude_vector") else name
 
 
 def _find_adapter(source: str) -> Path:
@@ -115,7 +121,7 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
     try:
         settings = read_json(directory / SETTINGS)
         with safe_open(directory / ADAPTER_FILE, "pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            stored = {_tensor_name(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
         problem += f" is damaged ({one_line(error, 120)})"
         raise UserError(f"{problem}. Restore it", code="adapter") from None
@@ -140,7 +146,8 @@ def load_adapter(model: nn.Module, source: str) -> None:
     """Start the adapters of a model from those in a directory or on the Hub."""
     import deepspeed
 
-    tensors = load_file(_find_adapter(source) / ADAPTER_FILE)
+    file = _find_adapter(source) / ADAPTER_FILE
+    tensors = {_tensor_name(name): tensor for name, tensor in load_file(file).items()}
     for name, parameter in adapter_tensors(model):
         partitioned = [parameter] if hasattr(parameter, "ds_id") else []
         gathered = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0, enabled=bool(partitioned))

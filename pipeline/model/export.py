@@ -50,7 +50,7 @@ from ..control.run_dir import EXPORT_INFO
 from ..control.stop import die_with_parent
 from ..control.world import raise_on_all_ranks
 from .adapters import ADAPTER, DIRECTORY, adapter_tensors, write_adapter
-from .nf4 import full_values, nf4_options
+from .nf4 import full_values, nf4_options, prepare_nf4
 from .readers import check_exported_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
 
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
@@ -435,6 +435,7 @@ def _load_with_base(directory: Path, dtype: torch.dtype) -> nn.Module:
     with linked_directory(files_with_base(directory, base)) as joined:
         info = read_json(directory / EXPORT_INFO) if (directory / EXPORT_INFO).is_file() else {}
         loaded = load_causal_lm(joined, dtype=dtype, **nf4_options(info.get("base_dtype"), dtype))
+        prepare_nf4(loaded.model)
     if loaded.faulty:
         raise _wrong_export(directory, f"the adapter does not fit {name}")
     return loaded.model
