@@ -442,7 +442,7 @@ def build_8bit(groups: list[ParameterGroup], ds_config: DsConfig) -> torch.optim
     optimizers = importlib.import_module("bitsandbytes.optim")
     settings = ds_config["optimizer"]["params"]
     params = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    return getattr(optimizers, ds_config["optimizer"]["type"])(groups, **params)  # type: ignore[no-any-return]
+    return getattr(optimizers, ds_config["optimizer"]["type"])(groups, **params)
 
 
 def import_muon() -> None:

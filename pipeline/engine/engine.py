@@ -207,11 +207,6 @@ class Engine:
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in micro.items()}
 
 
-def is_4bit(parameter: Tensor | None) -> bool:
-    """Return whether bitsandbytes stores a parameter in 4 bits."""
-    return getattr(parameter, "quant_state", None) is not None
-
-
 def frozen_sum(model: nn.Module, rank: int = 0) -> int:
     """Return a sum of the bits of this rank's part of all parameters that do not train.
 
@@ -220,7 +215,7 @@ def frozen_sum(model: nn.Module, rank: int = 0) -> int:
     """
     total = 0
     for name, parameter in model.named_parameters():
-        if f".{AVERAGED}" in name or is_4bit(parameter):  # adapters of a teacher change
+        if f".{AVERAGED}" in name or hasattr(parameter, "quant_state"):  # adapters of a teacher change
             continue
         if not parameter.requires_grad and (hasattr(parameter, "ds_tensor") or rank == 0):
             values = local_values(parameter, rank)

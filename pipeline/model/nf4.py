@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..engine.engine import is_4bit
+
+def is_4bit(parameter: Tensor | None) -> bool:
+    """Return whether bitsandbytes stores a parameter in 4 bits."""
+    return getattr(parameter, "quant_state", None) is not None
 
 
 def nf4_options(name: str | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -51,7 +54,7 @@ def full_values(parameter: nn.Parameter) -> Tensor:
     if not is_4bit(parameter):
         return parameter.detach()
     restore = importlib.import_module("bitsandbytes.functional").dequantize_4bit
-    return restore(parameter.data, parameter.quant_state)  # type: ignore[no-any-return, attr-defined]
+    return restore(parameter.data, parameter.quant_state)  # type: ignore[attr-defined]
 
 
 def linear_weights(model: Any) -> Iterator[nn.Parameter]:

@@ -20,6 +20,7 @@ from emo.pipeline.model.nf4 import nf4_options, prepare_nf4
 from tests.helpers.launching import kill_ranks, losses, run_alone, run_ranks, tiny_recipe
 
 LORA = ("model.architecture=null", "model.lora.r=4", "model.lora.use_rslora=true", "model.lora.dropout=0")
+KL = "validation_kl_from_base"
 PROBE = torch.arange(16)[None]
 
 
@@ -92,12 +93,9 @@ def test_a_run_continues_an_adapter_and_resumes(
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-@pytest.mark.parametrize("stage", [1, 2])
-def test_adapters_on_4bit_weights_resume_and_export(
-    base: tuple[Path, Path], tmp_path: Path, stage: int
-) -> None:
+def test_adapters_on_4bit_weights_resume_and_export(base: tuple[Path, Path], tmp_path: Path) -> None:
     settings = ("model.lora.base_dtype=nf4", "model.lora.use_dora=true", "model.lora.export=both")
-    settings += ("train.optimizer=adamw_8bit", f"deepspeed=ds_configs/zero{stage}.json")
+    settings += ("train.optimizer=adamw_8bit", "deepspeed=ds_configs/zero2.json")
     options = train(base, tmp_path / "undisturbed", *settings)
     killed = (options[0], f"output_dir={tmp_path / 'killed'}", *options[2:])
     kill_ranks(tmp_path / "killed", 5, "launch/continual.sh", *killed)
@@ -107,7 +105,7 @@ def test_adapters_on_4bit_weights_resume_and_export(
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         expected, weights = load_file(export / name), load_file(tmp_path / "killed/export" / name)
         assert all(weights[key].equal(tensor) for key, tensor in expected.items())
-    first, *_, last = (r["kl_base"] for r in read_metrics(tmp_path / "undisturbed") if "kl_base" in r)
+    first, *_, last = (r[KL] for r in read_metrics(tmp_path / "undisturbed") if KL in r)
     assert first == 0 < last
     # The merged model is the model with 4-bit weights and the adapter, in full precision.
     quantized = AutoModelForCausalLM.from_pretrained(base[1], **nf4_options("nf4", torch.float32))
