@@ -269,6 +269,7 @@ class Trainer:
             )  # while it lives transformers builds models partitioned
             model = build_model(config, self.losses)
             teacher = add_teacher(model, config, ds_config, world, packed(manifests))
+            loraplus = 1.0 if config.model.lora is None else config.model.lora.loraplus_lr_ratio
             train = config.train
             self.engine = Engine(
                 model,
@@ -276,6 +277,7 @@ class Trainer:
                 world,
                 config.model.compile,
                 train.head_lr_ratio,
+                loraplus,
                 train.only is not None,
                 train.only_steps,
             )

@@ -28,6 +28,8 @@ _FOREIGN_NAMES = {
     "model.lora.alpha": "lora_alpha",
     "model.lora.dropout": "lora_dropout",
     "model.lora.path": "adapter_name_or_path lora_model_dir adapter_path",
+    "model.lora.use_dora": "dora peft_use_dora",
+    "model.lora.loraplus_lr_ratio": "loraplus lora_plus_ratio",
     "model.lora.use_rslora": "rslora lora_use_rslora peft_use_rslora",
     "model.lora.targets": "lora_target lora_target_modules lora_target_linear target_modules",
     "objective.name": "loss_type loss",
@@ -61,8 +63,7 @@ KEYS_BY_NAME = {
     for key, names in _FOREIGN_NAMES.items()
     for name in ({key.rpartition(".")[2]} - AMBIGUOUS) | set(names.split())
 }
-_QUANTISED = "quantised weights are not supported: set model.lora={} to train few parameters, "
-_QUANTISED += "or deepspeed=ds_configs/zero3_offload.json to offload to the host"
+_QUANTISED = "set model.lora.base_dtype=nf4 to train adapters on 4-bit weights; 8 bits are not supported"
 _PACKED = "remove it: rows are always packed, and documents do not attend to each other"
 _ANSWERS = "remove it: data.kind=instruct supervises answers, each with the token that ends it, "
 _ANSWERS += "and data.kind=text every token"
@@ -97,6 +98,6 @@ UNSUPPORTED_VALUES = {
     "constant_with_warmup": "constant has a warm-up too",
     "min_lr": "set lr_scheduler_type=cosine and train.min_lr_ratio",
     "wsd": "set lr_scheduler_type=warmup_stable_decay",
-    "8bit": "8-bit optimizers are not supported: ZeRO shards the optimizer over the ranks (deepspeed=...)",
+    "8bit": "the 8-bit optimizers are adamw_8bit and paged_adamw_8bit",
     "paged": "set deepspeed=ds_configs/zero3_offload.json to keep the optimizer in host memory",
 }

@@ -21,7 +21,7 @@ from ..control.run_dir import CONFIG, HF, HF_SETTINGS, checkpoint_problem, check
 from ..engine.engine import frozen_sum
 from ..engine.snapshots import read_weights
 from ..model.adapters import add_lora
-from ..model.build import load_pretrained
+from ..model.build import load_base
 from ..model.export import check_export, complete_export, view_model, write_content
 from .claims import IDENTITY, MIXTURES
 from .saver import Saved, read_saved
@@ -90,7 +90,7 @@ def _load_model(saved: Saved, config: RunConfig, settings: Path) -> nn.Module:
         dtype = getattr(torch, config.model.dtype)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings), dtype=dtype)
     else:
-        base = load_pretrained(*config.initial_weights(), config.model.dtype, "eager")
+        base = load_base(config, "eager")
         model = add_lora(base, config.model, config.train.seed)
         if frozen_sum(model) % 2**64 != saved.frozen:
             problem = f"model.path={config.model.path} differs from the base model of {saved.directory}"

@@ -317,6 +317,7 @@ class Saver:
         return {
             "run": str(config.output_dir),
             "origin": config.model.path or "new",
+            "base_dtype": config.model.linear_dtype,
             "objective": config.objective.label,
             "params": config.objective.params,
             "cost": config.objective.cost,
@@ -428,13 +429,15 @@ def choose_source(saved: Saved, ranks: int, optimizer: str) -> LoadSource:
     """Return the directory from which `ranks` ranks load a checkpoint.
 
     A universal copy does not exist before `make_universal` writes it.
-    Raises UserError for the state of Muon, which has no universal format.
+    Raises UserError for the state of other optimizers than AdamW, which have no universal format.
     """
     if saved.ranks == ranks:
         return LoadSource(saved.directory, universal=False)
-    if optimizer == "Muon":
-        problem = f"{saved.directory} has the state of Muon, which cannot be converted for {ranks} ranks"
-        raise UserError(f"{problem}; start {saved.ranks} ranks, {NEW_DIRECTORY}", code="muon-ranks")
+    if optimizer != "AdamW":
+        problem = (
+            f"{saved.directory} has the state of {optimizer}, which cannot be converted for {ranks} ranks"
+        )
+        raise UserError(f"{problem}; start {saved.ranks} ranks, {NEW_DIRECTORY}", code="optimizer-ranks")
     return LoadSource(saved.directory.with_name(saved.directory.name + ".universal"), universal=True)
 
 

@@ -14,9 +14,10 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving average
 class OptimizerConfig(ScheduleConfig):
     """The keys of `train` for the optimizer."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon` trains the matrices of the body with Muon, and embeddings, head, biases and norms with AdamW.
-    The logged gradient norm is then the norm of the update."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"] = "adamw"
+    """`adamw_8bit` stores AdamW's averages in 8 bits, and `paged_adamw_8bit` also moves them to host memory
+    if the GPU runs out of memory. `muon` trains the matrices of the body with Muon, and embeddings, head,
+    biases and norms with AdamW. The logged gradient norm is then the norm of the update."""
     muon_lr: float | None = Field(None, gt=0, le=1e6)
     """Peak learning rate of Muon, usually about 0.02. Its schedule is the same."""
     head_lr_ratio: float = Field(1.0, ge=0, le=1e3)

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ OWNED_BY_RECIPE = {
     "amp": "model.dtype",
     **dict.fromkeys(REPORTS, "train.report_to or train.profile"),
 }
+EIGHT_BIT = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit"}  # classes of bitsandbytes
 MODEL_PARALLEL = {
     "sequence_parallel_size": "which the recipe decides. Remove it, and set train.sequence_parallel",
     "tensor_parallel": "but the loss needs a complete output head. Remove it, and use ZeRO-3 to save memory",
@@ -93,6 +94,8 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
             (zero.get(part) or {}).pop("pin_memory", None)
     if config.train.optimizer == "muon":
         zero["reduce_scatter"] = False  # Muon needs complete gradients
+    if config.train.optimizer in EIGHT_BIT:
+        tree["zero_allow_untested_optimizer"] = True  # DeepSpeed accepts only known classes otherwise
     tree.update(
         train_batch_size=batch.micro * batch.accumulation * batch.ranks,  # a shared row counts for each rank
         train_micro_batch_size_per_gpu=batch.micro,
@@ -118,6 +121,8 @@ def _optimizer_section(train: TrainConfig, fused: bool) -> DsConfig:
         params["fused"] = True
     if train.optimizer == "adamw":
         return {"type": "AdamW", "params": params}
+    if train.optimizer in EIGHT_BIT:
+        return {"type": EIGHT_BIT[train.optimizer], "params": params}
     # Muon's author and DeepSpeed both use this momentum.
     return {"type": "Muon", "params": params | {"muon_lr": train.muon_lr, "momentum": 0.95}}
 
@@ -328,6 +333,12 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
         problem = (
             "train.optimizer=muon cannot be combined with model.lora, offload_optimizer or reduce_scatter"
         )
+    elif offload and config.train.optimizer in EIGHT_BIT:
+        problem = f"train.optimizer={config.train.optimizer} cannot be combined with offload_optimizer. "
+        problem += "Set deepspeed=ds_configs/zero3.json, or train.optimizer=adamw"
+    elif stage == 3 and config.model.linear_dtype is not None:
+        problem = f"model.lora.base_dtype={config.model.linear_dtype} does not work under ZeRO-3, which "
+        problem += "cannot partition 4-bit weights. Set deepspeed=ds_configs/zero2.json"
     elif offload.get("device") == "nvme":
         problem = "an optimizer on NVMe cannot resume. Set its device to cpu, or put only the weights on NVMe"
         problem += " (ds_configs/zero3_nvme.json)"
@@ -343,6 +354,7 @@ def parameter_groups(
     use_muon: bool = False,
     head_lr_ratio: float = 1.0,
     embeddings_apart: bool = False,
+    loraplus_lr_ratio: float = 1.0,
 ) -> list[ParameterGroup]:
     """Return the optimizer's groups. Biases and norm gains (fewer than two dimensions) do not decay.
 
@@ -352,6 +364,8 @@ def parameter_groups(
         use_muon: put the matrices that Muon trains in a group before the others.
         head_lr_ratio: unless it is 1, the head's weights are in separate groups with this `ratio`.
         embeddings_apart: put embeddings and head in separate groups before the others, with `embedding` true.
+        loraplus_lr_ratio: the same for the adapters' B and all vectors, as PEFT's create_loraplus_optimizer
+            groups them. Adapters of embeddings keep the learning rate.
 
     Raises UserError for a model that Muon cannot train.
     """
@@ -369,27 +383,29 @@ def parameter_groups(
         groups.append({"params": fixed, "weight_decay": 0.0})
     else:
         groups.append({"params": parameters, "weight_decay": weight_decay if decaying else 0.0})
-    if head_lr_ratio != 1:
+    if not head_lr_ratio == loraplus_lr_ratio == 1:
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        groups = _split_groups(groups, set(map(id, head.parameters())), "ratio", (1.0, head_lr_ratio))
+        faster = (p for name, p in model.named_parameters() if ".lora_B." in name or _dimensions(p) < 2)
+        ratios = {id(p): loraplus_lr_ratio for p in faster}
+        ratios |= {id(p): head_lr_ratio for p in head.parameters()}
+        groups = _split_groups(groups, lambda p: ratios.get(id(p), 1.0), "ratio")
     if embeddings_apart:
-        groups = _split_groups(groups, embedding_ids(model), "embedding", (False, True))
+        chosen = embedding_ids(model)
+        groups = _split_groups(groups, lambda p: id(p) in chosen, "embedding")
         groups.sort(key=lambda group: not group["embedding"])
     return groups
 
 
 def _split_groups(
-    groups: list[ParameterGroup], chosen: set[int], key: str, values: tuple[Any, Any]
+    groups: list[ParameterGroup], value_of: Callable[[nn.Parameter], float], key: str
 ) -> list[ParameterGroup]:
-    """Put the parameters with the `chosen` ids in separate groups.
-
-    values: of `key` in the groups without these parameters, and with them.
-    """
+    """Split groups by a value of their parameters, which each new group has as `key`. 1 comes first."""
     split = []
     for group in groups:
-        for inside, value in enumerate(values):
-            if part := [p for p in group["params"] if (id(p) in chosen) == bool(inside)]:
-                split.append(group | {"params": part, key: value})
+        values = [value_of(p) for p in group["params"]]
+        for value in sorted(set(values), key=lambda value: (value != 1, value)):
+            part = [p for p, own in zip(group["params"], values, strict=True) if own == value]
+            split.append(group | {"params": part, key: value})
     return split
 
 
@@ -436,6 +452,14 @@ def build_muon(groups: list[ParameterGroup], params: DsConfig) -> torch.optim.Op
             parameter.use_muon = use_muon
     fused = {"fused": True} if params.get("fused") else {}
     return MuonWithAuxAdam(settings, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=fused)
+
+
+def build_8bit(groups: list[ParameterGroup], ds_config: DsConfig) -> torch.optim.Optimizer:
+    """Return the 8-bit AdamW of bitsandbytes that the DeepSpeed configuration names."""
+    optimizers = importlib.import_module("bitsandbytes.optim")
+    settings = ds_config["optimizer"]["params"]
+    params = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    return getattr(optimizers, ds_config["optimizer"]["type"])(groups, **params)
 
 
 def import_muon() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import deepspeed
@@ -27,7 +27,7 @@ from ..control.world import World, gather_objects
 from ..loss import TopK
 from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, WEIGHTS, MicroBatch, sum_by_document
 from .average import AVERAGED, WeightAverage, local_values
-from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
+from .ds_config import EIGHT_BIT, DsConfig, build_8bit, build_muon, import_muon, parameter_groups, zero_stage
 from .freezing import Freezing
 from .pace import OwnTime
 from .sequence import cut_bounds
@@ -49,6 +49,7 @@ class Engine:
         world: World,
         compiled: bool = False,
         head_lr_ratio: float = 1.0,
+        loraplus_lr_ratio: float = 1.0,
         freezes: bool = False,
         only_steps: int | None = None,
     ) -> None:
@@ -60,6 +61,7 @@ class Engine:
             world: this process among the ranks.
             compiled: compile the model (ZeRO-1, 2) or each of its layers (ZeRO-3).
             head_lr_ratio: learning rate of the output head over the rate of other weights.
+            loraplus_lr_ratio: learning rate of the adapters' B over that of A.
             freezes: train only embeddings and head in the first steps.
             only_steps: number of these steps, or None for all.
 
@@ -69,17 +71,24 @@ class Engine:
         self._stage = zero_stage(ds_config)
         settings = ds_config["optimizer"]["params"]
         uses_muon = ds_config["optimizer"]["type"] == "Muon"
-        groups = parameter_groups(model, settings["weight_decay"], uses_muon, head_lr_ratio, freezes)
+        groups = parameter_groups(
+            model, settings["weight_decay"], uses_muon, head_lr_ratio, freezes, loraplus_lr_ratio
+        )
         # Part of a checkpoint's layout. DeepSpeed replaces the parameters in the groups by its own below.
         self.groups = [len(group["params"]) for group in groups]
         if not uses_muon or get_accelerator().device_name() == "cpu":
             import_muon()
+        build: Callable[..., torch.optim.Optimizer] | None = None
+        if uses_muon:
+            build = functools.partial(build_muon, params=settings)
+        elif ds_config["optimizer"]["type"] in EIGHT_BIT.values():
+            build = functools.partial(build_8bit, ds_config=ds_config)
         layers = _compiled_layers(model) if compiled and self._stage == 3 else []
         self.ds, *_ = deepspeed.initialize(
             model=model,
             model_parameters=groups,
             config=ds_config,
-            optimizer=functools.partial(build_muon, params=settings) if uses_muon else None,
+            optimizer=build,
         )
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / settings["lr"] * group.get("ratio", 1.0) for group in groups]
@@ -204,7 +213,7 @@ class Engine:
         # And it gives one count of steps to all parts of the state, which would count it up once each.
         optimizer = getattr(self.ds.optimizer, "optimizer", self.ds.optimizer)
         for parameter, state in optimizer.state.items():
-            if "step" in state:
+            if isinstance(state.get("step"), Tensor):  # bitsandbytes counts in a plain number
                 count = torch.as_tensor(state["step"], dtype=torch.float32).clone()
                 state["step"] = count.to(parameter.device)
         if self.freezing is not None and self.ds.load_universal_checkpoint() and self._stage == 3:
@@ -219,11 +228,12 @@ class Engine:
 def frozen_sum(model: nn.Module, rank: int = 0) -> int:
     """Return a sum of the bits of this rank's part of all parameters that do not train.
 
-    The sum over all ranks modulo 2**64 is the same for any number of ranks.
+    The sum over all ranks modulo 2**64 is the same for any number of ranks. 4-bit weights are left out,
+    because a CPU may round them differently from a GPU.
     """
     total = 0
     for name, parameter in model.named_parameters():
-        if f".{AVERAGED}" in name:  # adapters of a teacher, which change
+        if f".{AVERAGED}" in name or hasattr(parameter, "quant_state"):  # adapters of a teacher change
             continue
         if not parameter.requires_grad and (hasattr(parameter, "ds_tensor") or rank == 0):
             values = local_values(parameter, rank)

@@ -52,6 +52,7 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
         lora_dropout=config.lora.dropout,
         target_modules=targets,
         use_rslora=config.lora.use_rslora,
+        use_dora=config.lora.use_dora,
     )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -84,6 +85,14 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name.replace(f".{ADAPTER}", ""), parameter
 
 
+def _tensor_name(name: str) -> str:
+    """Return the name that transformers and PEFT read, of a tensor in an adapter's file.
+
+    PEFT itself writes the lengths of DoRA without `.weight`, and transformers does not find them then.
+    """
+    return f"{name}.weight" if name.endswith("lora_magnitude_vector") else name
+
+
 def _find_adapter(source: str) -> Path:
     """Return the directory of an adapter, downloading it from the Hub if necessary."""
     directory = Path(source)
@@ -112,7 +121,7 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
     try:
         settings = read_json(directory / SETTINGS)
         with safe_open(directory / ADAPTER_FILE, "pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            stored = {_tensor_name(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
         problem += f" is damaged ({one_line(error, 120)})"
         raise UserError(f"{problem}. Restore it", code="adapter") from None
@@ -120,7 +129,8 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
         if settings.get(key) not in usual:
             cure = "Merge it into its base model with PEFT, and start a new adapter"
             raise UserError(f"{problem} has {key}={settings[key]}. {cure}", code="adapter")
-    for key, wanted in (("r", config.r), ("alpha", config.alpha), ("use_rslora", config.use_rslora)):
+    for key in ("r", "alpha", "use_rslora", "use_dora"):
+        wanted = getattr(config, key)
         found = settings.get({"alpha": "lora_alpha"}.get(key, key)) or False
         if found != wanted:
             raise UserError(f"{problem} has {key}={found}. Set model.lora.{key} to that", code="adapter")
@@ -136,7 +146,8 @@ def load_adapter(model: nn.Module, source: str) -> None:
     """Start the adapters of a model from those in a directory or on the Hub."""
     import deepspeed
 
-    tensors = load_file(_find_adapter(source) / ADAPTER_FILE)
+    file = _find_adapter(source) / ADAPTER_FILE
+    tensors = {_tensor_name(name): tensor for name, tensor in load_file(file).items()}
     for name, parameter in adapter_tensors(model):
         partitioned = [parameter] if hasattr(parameter, "ds_id") else []
         gathered = deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0, enabled=bool(partitioned))

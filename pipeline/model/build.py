@@ -35,6 +35,7 @@ from ..loss.models.head import packing_problem, uses_segments
 from .adapters import add_lora, load_adapter
 from .config import ModelConfig
 from .kernels import use_liger
+from .nf4 import full_values, nf4_options, prepare_nf4
 from .objectives import Losses
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,12 @@ def write_initial_weights(config: RunConfig) -> None:
 
 
 def load_pretrained(
-    path: str, revision: str | None, dtype: str, attn: str, key: str = "model.path"
+    path: str,
+    revision: str | None,
+    dtype: str,
+    attn: str,
+    key: str = "model.path",
+    linear_dtype: str | None = None,
 ) -> PreTrainedModel:
     """Load the weights of a causal LM. Under ZeRO-3 they are partitioned while they load (see engine.py).
 
@@ -134,9 +140,12 @@ def load_pretrained(
         dtype: Name of the torch dtype of the weights.
         attn: Attention implementation.
         key: The setting that names the model, for messages.
+        linear_dtype: Another type for the linear layers except the head: nf4.
     """
+    torch_dtype = getattr(torch, dtype)
+    options = {"dtype": torch_dtype, "attn_implementation": attn, **nf4_options(linear_dtype, torch_dtype)}
     try:
-        loaded = load_causal_lm(path, revision, dtype=getattr(torch, dtype), attn_implementation=attn)
+        loaded = load_causal_lm(path, revision, **options)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if broken_device(error) or broken_device(error, NETWORK) or lost_a_peer(error):
             raise  # loading also uses the GPU and, under ZeRO-3, the network
@@ -166,7 +175,8 @@ def _find_nonfinite_parameter(model: PreTrainedModel) -> str:
     """Return the name of a parameter with NaN or infinite values on any rank, or an empty text."""
     broken = ""
     for name, parameter in model.named_parameters():
-        values = getattr(parameter, "ds_tensor", parameter).detach()  # this rank's partition under ZeRO-3
+        partition = getattr(parameter, "ds_tensor", None)  # of this rank under ZeRO-3
+        values = full_values(parameter) if partition is None else partition.detach()
         in_memory = values.numel() and values.device.type != "meta"  # partitions on NVMe are not
         if in_memory and not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
             broken = broken or name
@@ -179,11 +189,20 @@ def _describe_load_error(path: str, error: Exception, key: str) -> str:
     return f"{key}: {explain_hub_error(path, error)}. Without network, download it first or set a directory."
 
 
+def load_base(config: RunConfig, attn: str) -> PreTrainedModel:
+    """Load the weights that training starts from, in 4 bits if the recipe says so."""
+    linear_dtype = config.model.linear_dtype
+    model = load_pretrained(*config.initial_weights(), config.model.dtype, attn, linear_dtype=linear_dtype)
+    if linear_dtype is not None:
+        prepare_nf4(model)
+    return model
+
+
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """Load the model and prepare it for training: kernels, adapters, fused head, activation checkpointing."""
     shared = config.train.sequence_parallel > 1
     attn = usable_attention(config.model, load_model_config(*config.initial_weights()), shared)
-    model = load_pretrained(*config.initial_weights(), config.model.dtype, attn)
+    model = load_base(config, attn)
     model.config.use_cache = False
     if config.model.kernels is not None:
         use_liger(model)

@@ -22,6 +22,12 @@ class LoraConfig(Section):
     """Names of the modules to adapt, or all-linear: every linear layer except the head."""
     use_rslora: bool = False
     """Scale the output by alpha / sqrt(r) instead, which suits large ranks."""
+    use_dora: bool = False
+    """Also train the length of each row of the adapted weights (DoRA). Each step takes longer."""
+    loraplus_lr_ratio: float = Field(1.0, gt=0, le=1e3)
+    """Learning rate of the adapters' B and of DoRA's lengths over that of A (LoRA+). A usual value is 16."""
+    base_dtype: Literal["nf4"] | None = None
+    """Store the frozen linear layers in 4 bits (QLoRA), for ZeRO-1 and 2. The default is model.dtype."""
     path: str | None = None
     """Directory or hub id of an adapter to continue, with the same settings as here. The default is a new
     adapter."""
@@ -60,6 +66,11 @@ class ModelConfig(Section):
     """Add uniform noise to the input embeddings while training (NEFTune). Usual values are 5 to 15."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
+
+    @property
+    def linear_dtype(self) -> str | None:
+        """Return the type of the frozen linear layers if it differs from `dtype`: nf4."""
+        return None if self.lora is None else self.lora.base_dtype
 
     @property
     def exported(self) -> str:

@@ -30,6 +30,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
 from emo.common.io.files import reset_modes, write_text
+from emo.common.io.untrusted import read_json
 from emo.common.io.weights import CONFIG as MODEL_CONFIG
 from emo.common.io.weights import (
     base_of_adapter,
@@ -49,6 +50,7 @@ from ..control.run_dir import EXPORT_INFO
 from ..control.stop import die_with_parent
 from ..control.world import raise_on_all_ranks
 from .adapters import ADAPTER, DIRECTORY, adapter_tensors, write_adapter
+from .nf4 import full_values, nf4_options, prepare_nf4
 from .readers import check_exported_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
 
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
@@ -65,7 +67,8 @@ class ExportedTensor(NamedTuple):
     """A tensor of the exported model and the parameters that it is computed from."""
 
     name: str
-    parts: tuple[nn.Parameter, ...]  # the weight, then its adapters A [r, in] and B [out, r] if there are any
+    # The weight, then its adapters A [r, in] and B [out, r] if there are any, then DoRA's lengths [out].
+    parts: tuple[nn.Parameter, ...]
     scaling: float = 1.0
     transposed: bool = False  # the weight is stored as [in, out], like GPT-2's Conv1D and embeddings
 
@@ -75,7 +78,12 @@ class ExportedTensor(NamedTuple):
             return weight
         delta = adapters[1].float() @ adapters[0].float()
         delta = self.scaling * (delta.T if self.transposed else delta)
-        return (weight.float() + delta).to(weight.dtype)
+        result = weight.float() + delta
+        if len(adapters) > 2:
+            inputs = 0 if self.transposed else 1
+            scales = adapters[2].float() / result.norm(dim=inputs)
+            result *= scales.unsqueeze(inputs)
+        return result.to(weight.dtype)
 
 
 class ModelCopy(NamedTuple):
@@ -192,7 +200,7 @@ def view_model(model: nn.Module) -> ModelCopy:
     probe = probe_tokens(base)
     with torch.no_grad():
         logits = model.eval()(input_ids=probe, use_cache=False).logits
-    merged = ((t.name, t.merged(*(p.detach() for p in t.parts))) for t in exported_tensors(model))
+    merged = ((t.name, t.merged(*map(full_values, t.parts))) for t in exported_tensors(model))
     adapter = ((name, p.detach().contiguous()) for name, p in adapter_tensors(model))
     return ModelCopy(model, probe, logits, itertools.chain(merged, persistent_buffers(base)), adapter)
 
@@ -240,7 +248,7 @@ def _gather(engine: Engine, tensors: Iterable[ExportedTensor]) -> Iterator[tuple
         merged = None
         with deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
             if engine.world.is_main:
-                merged = _to_host(tensor.merged(*(p.detach() for p in tensor.parts)))
+                merged = _to_host(tensor.merged(*map(full_values, tensor.parts)))
         if merged is not None:
             yield tensor.name, merged
 
@@ -263,14 +271,16 @@ def exported_tensors(model: nn.Module) -> Iterator[ExportedTensor]:
         path, wrapped, _ = name.rpartition(".base_layer.")
         layer: Any = base.get_submodule(path)
         exported = name.replace(".base_layer.", ".")
+        magnitude = getattr(layer, "lora_magnitude_vector", {})
+        lengths = (magnitude[ADAPTER].weight,) if ADAPTER in magnitude else ()
         if not wrapped or not name.endswith(".weight"):
             yield ExportedTensor(exported, (parameter,))
         elif ADAPTER in layer.lora_A:
             parts = parameter, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            yield ExportedTensor(exported, parts, layer.scaling[ADAPTER], layer.fan_in_fan_out)
+            yield ExportedTensor(exported, (*parts, *lengths), layer.scaling[ADAPTER], layer.fan_in_fan_out)
         elif ADAPTER in layer.lora_embedding_A:
             parts = parameter, layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
-            yield ExportedTensor(exported, parts, layer.scaling[ADAPTER], transposed=True)
+            yield ExportedTensor(exported, (*parts, *lengths), layer.scaling[ADAPTER], transposed=True)
         else:
             raise UserError(f"model.lora.targets: adapters on {path} cannot be exported", code="adapters")
 
@@ -319,6 +329,7 @@ def write_metadata(base: PreTrainedModel, config: RunConfig, target: Path, info:
     settings = copy.deepcopy(base.config)
     settings.architectures = [type(base).__name__]
     settings.use_cache = True
+    vars(settings).pop("quantization_config", None)  # exported weights are not quantized
     settings.save_pretrained(target)
     decoding = base.generation_config
     model_ends = getattr(settings if decoding is None else decoding, "eos_token_id", None)
@@ -422,7 +433,9 @@ def _load_with_base(directory: Path, dtype: torch.dtype) -> nn.Module:
     name, revision = base_of_adapter(directory)
     base = Path(name) if Path(name).is_dir() else downloaded_directory(name, revision)
     with linked_directory(files_with_base(directory, base)) as joined:
-        loaded = load_causal_lm(joined, dtype=dtype)
+        info = read_json(directory / EXPORT_INFO) if (directory / EXPORT_INFO).is_file() else {}
+        loaded = load_causal_lm(joined, dtype=dtype, **nf4_options(info.get("base_dtype"), dtype))
+        prepare_nf4(loaded.model)
     if loaded.faulty:
         raise _wrong_export(directory, f"the adapter does not fit {name}")
     return loaded.model

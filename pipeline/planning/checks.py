@@ -33,7 +33,7 @@ from ..checkpoint import identity
 from ..checkpoint.identity import Identity
 from ..config import RunConfig, TrainConfig
 from ..engine.devices import check_gpus, usable_attention
-from ..engine.ds_config import DsConfig, check_deepspeed_host, deepspeed_config, parameter_groups
+from ..engine.ds_config import EIGHT_BIT, DsConfig, check_deepspeed_host, deepspeed_config, parameter_groups
 from ..engine.schedule import check_branch_steps
 from ..engine.sequence import check_sequence_parallel
 from ..loss.cost_files import FILES, load_cost
@@ -181,6 +181,11 @@ def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, D
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
         if config.model.kernels is not None:
             kernels.check_liger_host()
+        nf4 = config.model.linear_dtype is not None
+        setting = "model.lora.base_dtype" if nf4 else f"train.optimizer={config.train.optimizer}"
+        if (nf4 or config.train.optimizer in EIGHT_BIT) and importlib.util.find_spec("bitsandbytes") is None:
+            cure = f"Run pip install 'emo-pipeline[bnb]', or remove {setting}"
+            raise UserError(f"{setting} needs bitsandbytes. {cure}", code="missing-extra")
     return batch, ds_config
 
 

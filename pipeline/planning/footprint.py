@@ -40,6 +40,9 @@ MEMORY_EFFICIENCY = 0.85  # share of the memory bandwidth that element-wise kern
 # Bytes per parameter that ZeRO-1 moves once a step for gradients that are not sharded: they are copied to
 # half precision and back for the reduction, measured, scaled, clipped and set to zero.
 UNSHARDED = 40
+# Bytes per weight: 4 bits, 8 bits of statistics per 64 weights, and 32 bits per 256 of these statistics.
+NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+MOMENTS_8BIT = 2 * (1 + 4 / 256)  # bytes per parameter: 8 bits per value, and 32 bits per 256 values
 HOST_LINK = 20 * GB  # bytes/s between a GPU and its host, for offloading
 HOST_ADAM = 4e9  # parameters/s that a host updates over all its ranks (Ren et al. 2021: 10e9 in 2.6 s)
 GROUP = 1e9  # parameters that ZeRO-3 updates together
@@ -65,6 +68,7 @@ class Sizes:
     gated: bool  # the feed-forward block has gate, up and down (LLaMA), not only up and down (GPT-2, OPT)
     vocabulary: int
     tensors: int  # number of parameter tensors
+    quantized: int = 0  # frozen parameters stored in NF4
     idle: int = 0  # parameters of experts that a token is not routed to
 
     @property
@@ -100,6 +104,7 @@ class Setup:
     teacher: Sizes | None = None  # a frozen model that computes a forward pass for every batch
     copied: bool = True  # the teacher has its own weights, held as this model's are
     teacher_width: int = 2  # bytes of a weight or activation of the teacher
+    moments: float = 8.0  # bytes of the optimizer's averages per parameter
     averaged: bool = False  # the teacher is the average of the weights that train
     demonstrated: float = 0.0  # share of passes in which the teacher reads rows of twice the length
     attended: float | None = None  # mean tokens that a token attends to, or None for complete rows
@@ -176,10 +181,10 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     weight_share, gradient_share, optimizer_share = (
         1 / setup.ranks if setup.stage >= stage else 1.0 for stage in (3, 2, 1)
     )
-    parameters = sizes.parameters * setup.width * weight_share
+    parameters = (sizes.parameters - sizes.quantized) * setup.width * weight_share + sizes.quantized * NF4
     gradients = sizes.trainable * 4 * gradient_share
     shard = sizes.trainable * optimizer_share
-    optimizer = shard * 12  # DeepSpeed keeps float32 weights and two moments, even if the weights are float32
+    optimizer = shard * (4 + setup.moments)  # DeepSpeed keeps float32 weights, even of float32 models
     update = _update_bytes(sizes, setup, shard, gradients)
     if setup.hpz > 1:
         parameters += sizes.parameters * setup.width / setup.hpz
@@ -216,6 +221,8 @@ def _gathered_bytes(sizes: Sizes, setup: Setup, shard: float) -> float:
         gathered += shard * 4  # the gradient of one pass, next to the sum
     if setup.stage == 1 and setup.bf16:
         gathered += sizes.trainable * setup.width
+    if sizes.quantized:  # a layer's weight, restored from NF4
+        gathered += sizes.hidden * sizes.inner * setup.width
     return gathered
 
 
@@ -359,7 +366,7 @@ def _optimizer_seconds(sizes: Sizes, setup: Setup, gpu: Accelerator) -> float:
     if setup.offload_optimizer:  # every pass sends gradients to the host, weights return once
         moved = (4 * setup.accumulation + setup.width) * shard
         return moved / HOST_LINK + shard * min(setup.ranks, NODE) / HOST_ADAM
-    seconds = 28 * shard / bandwidth
+    seconds = (12 + 2 * setup.moments) * shard / bandwidth
     if setup.stage == 1 and setup.bf16 and setup.ranks > 1:
         seconds += UNSHARDED * sizes.trainable / bandwidth
     return seconds

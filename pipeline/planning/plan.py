@@ -36,17 +36,18 @@ from ..batches.config import Batch, solve_batch
 from ..batches.order import REPEATED, MixedOrder, Portion
 from ..config import RunConfig, load_config
 from ..engine.devices import on_gpu
-from ..engine.ds_config import DsConfig, deepspeed_config, zero_stage
+from ..engine.ds_config import EIGHT_BIT, DsConfig, deepspeed_config, zero_stage
 from ..engine.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
 from ..engine.schedule import draw_schedule
 from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
+from ..model.nf4 import linear_weights
 from ..model.objective_config import BASE, ends
 from ..model.teacher import KEY, holds_base, teacher_config
 from . import footprint
 from .checks import PlannedRun, TrainingRun, check_plan
-from .footprint import Memory, Setup, Sizes, Time
+from .footprint import MOMENTS_8BIT, Memory, Setup, Sizes, Time
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,8 @@ FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offl
 EQUAL_SPEED = 0.01  # settings whose speeds differ by less are ranked by memory
 
 
-def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
-    """Return the sizes of a model."""
+def sizes_of(model: nn.Module, hf_config: PretrainedConfig, linear_dtype: str | None = None) -> Sizes:
+    """Return the sizes of a model. linear_dtype: the type of frozen linear layers (nf4), if it is another."""
     parameters = list(model.parameters())
     text = hf_config.get_text_config()
     base = unwrap(model)
@@ -85,6 +86,7 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
         gated=hasattr(text, "intermediate_size"),
         vocabulary=text.vocab_size,
         tensors=len(parameters),
+        quantized=sum(weight.numel() for weight in linear_weights(base)) if linear_dtype else 0,
         idle=idle,
     )
 
@@ -152,6 +154,7 @@ def setup_of(
         # On GPUs `auto` chooses an attention without a mask. Those compute in half precision only.
         masked=batch.sequence == 1 and (not half or config.model.attn_implementation in ("sdpa", "eager")),
         sequence=batch.sequence,
+        moments=MOMENTS_8BIT if config.train.optimizer in EIGHT_BIT else 8.0,
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
@@ -199,7 +202,7 @@ def predict_step(config: RunConfig, run: TrainingRun, device: str) -> StepPredic
     gpu = accelerator(device)
     if gpu is None:
         return None
-    sizes = sizes_of(run.model, run.hf_config)
+    sizes = sizes_of(run.model, run.hf_config, config.model.linear_dtype)
     setup = setup_of(config, run.batch, run.ds_config, run.objective, run.data.mean_context())
     seconds = footprint.step_time(sizes, setup, gpu).total
     return StepPrediction(
@@ -248,7 +251,7 @@ def print_plan(
         document_tokens: Mean length of the documents, instead of that in the prepared data.
     """
     ready = check_plan(config, ranks, here=here)
-    sizes = sizes_of(ready.model, ready.hf_config)
+    sizes = sizes_of(ready.model, ready.hf_config, config.model.linear_dtype)
     attended, span = attention_span(config, ready, document_tokens)
     setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended)
     memory = footprint.memory(sizes, setup)
@@ -296,7 +299,7 @@ def _recipe_rows(
         rows.append(("KL from base", stored))
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     # float32 weights, two moments, weights, and an average in float32
-    staged = sizes.trainable * (12 + setup.width + (4 if setup.averaged else 0))
+    staged = sizes.trainable * (4 + setup.moments + setup.width + (4 if setup.averaged else 0))
     rows.append(("states per rank", memory_line(states, 2)))
     rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
     return rows
@@ -373,7 +376,7 @@ def _describe_saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) 
     Training waits while states are copied to host memory. They are written in the background. A step takes
     `step` seconds.
     """
-    state = sizes.trainable * (12 + setup.width)
+    state = sizes.trainable * (4 + setup.moments + setup.width)
     written = state + sizes.parameters * setup.width * config.train.export_checkpoints
     seconds = config.train.save_steps * step
     waiting = state / setup.ranks / footprint.HOST_LINK
@@ -521,7 +524,7 @@ class Choice(NamedTuple):
 def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None = None) -> Choice:
     """Print the fastest settings that are certain to fit, and return the best of them."""
     ready = check_plan(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus)
-    sizes = sizes_of(ready.model, ready.hf_config)
+    sizes = sizes_of(ready.model, ready.hf_config, config.model.linear_dtype)
     attended, span = attention_span(config, ready, document_tokens)
     candidates = list(choices(config, sizes, ready.objective, cluster, attended))
     best = _rank_choices(candidates, cluster)[:3]

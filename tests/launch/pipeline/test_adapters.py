@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emo.eval.models.model import EvaluatedModel
 from emo.pipeline.checkpoint.export import export_checkpoint
+from emo.pipeline.control.run_dir import read_metrics
+from emo.pipeline.model.nf4 import nf4_options, prepare_nf4
 from tests.helpers.launching import kill_ranks, losses, run_alone, run_ranks, tiny_recipe
 
 LORA = ("model.architecture=null", "model.lora.r=4", "model.lora.use_rslora=true", "model.lora.dropout=0")
+KL = "validation_kl_from_base"
 PROBE = torch.arange(16)[None]
 
 
@@ -88,6 +92,32 @@ def test_a_run_continues_an_adapter_and_resumes(
     assert continued == pytest.approx(restarted, abs=1e-5)
 
 
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_adapters_on_4bit_weights_resume_and_export(base: tuple[Path, Path], tmp_path: Path) -> None:
+    settings = ("model.lora.base_dtype=nf4", "model.lora.use_dora=true", "model.lora.export=both")
+    settings += ("train.optimizer=adamw_8bit", "deepspeed=ds_configs/zero2.json")
+    options = train(base, tmp_path / "undisturbed", *settings)
+    killed = (options[0], f"output_dir={tmp_path / 'killed'}", *options[2:])
+    kill_ranks(tmp_path / "killed", 5, "launch/continual.sh", *killed)
+    train(base, tmp_path / "killed", *settings)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+    export = tmp_path / "undisturbed/export"
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        expected, weights = load_file(export / name), load_file(tmp_path / "killed/export" / name)
+        assert all(weights[key].equal(tensor) for key, tensor in expected.items())
+    first, *_, last = (r[KL] for r in read_metrics(tmp_path / "undisturbed") if KL in r)
+    assert first == 0 < last
+    # The merged model is the model with 4-bit weights and the adapter, in full precision.
+    quantized = AutoModelForCausalLM.from_pretrained(base[1], **nf4_options("nf4", torch.float32))
+    prepare_nf4(quantized)
+    without = logits(quantized)
+    merged = logits(AutoModelForCausalLM.from_pretrained(export))
+    assert torch.allclose(logits(PeftModel.from_pretrained(quantized, export / "adapter")), merged, atol=1e-5)
+    assert not torch.allclose(without, merged, atol=1e-4)
+    export_checkpoint(tmp_path / "undisturbed/step-000004", tmp_path / "exported")
+    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exported")).shape == merged.shape
+
+
 def test_an_adapter_with_other_settings_is_rejected(
     base: tuple[Path, Path], adapted: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +130,7 @@ def test_an_adapter_with_other_settings_is_rejected(
     for settings, problem in (
         ((start, model, "model.lora.r=8"), "has r=4"),
         ((start, model, "model.lora.alpha=3"), "has alpha=8"),
+        ((start, model, "model.lora.use_dora=true"), "has use_dora=False"),
         ((start, model, "model.lora.targets=[q_proj]"), "model.lora.targets"),
         ((f"model.lora.path={tmp_path}", model), "adapter_config.json"),
         ((f"model.lora.path={other}", model), "alpha_pattern"),

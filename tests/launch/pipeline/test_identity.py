@@ -182,7 +182,7 @@ def test_checkpoints_of_other_models_ranks_and_versions_are_rejected(tmp_path: P
         with refused("changed-base"):
             checkpoint.check_engine(other, engine)
     assert checkpoint.choose_source(saved, saved.ranks, "Muon") == (saved.directory, False)
-    with refused("muon-ranks"):
+    with refused("optimizer-ranks"):
         checkpoint.choose_source(saved, saved.ranks + 1, "Muon")
     old = write_checkpoint(tmp_path, {key: value for key, value in STATE_NOW.items() if key != "groups"})
     with refused("other-version"):

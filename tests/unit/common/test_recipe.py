@@ -147,7 +147,7 @@ SUGGESTIONS = {  # for keys of other trainers
     "per_device_train_batch_size": "train.micro_batch_size", "sample_packing": "always packed",
     "max_seq_length": "data.sequence_len", "datasets": "data.sources", "wandb_project": "train.project",
     "bf16": "model.dtype", "lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha",
-    "load_in_4bit": "not supported", "neftune_noise_alpha": "model.neftune_noise_alpha", "rl": "use TRL",
+    "load_in_4bit": "base_dtype=nf4", "neftune_noise_alpha": "model.neftune_noise_alpha", "rl": "use TRL",
     "flash_attention": "model.attn_implementation", "val_set_size": "data.validation_fraction",
     "trust_remote_code": "never run", "seed": "train.seed or data.seed",
     "weight_decay": "train.weight_decay", "dedup": "data.dedup", "dataset_dir": "data.root",
@@ -226,8 +226,8 @@ def test_unsupported_features_are_reported(tmp_path: Path) -> None:
         load(tmp_path, GOOD, "objective.name=dpo")
 
     with refused("bad-value") as error:
-        load(tmp_path, GOOD, "train.optimizer=paged_adamw_8bit")
-    assert "8-bit optimizers are not supported" in str(error.value)
+        load(tmp_path, GOOD, "train.optimizer=adamw_bnb_8bit")
+    assert "adamw_8bit and paged_adamw_8bit" in str(error.value)
     for wrong, code in ((lambda: get_objective("dpo"), "unknown-objective"), (dpo, "bad-value")):
         with refused(code) as unknown:
             wrong()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
@@ -24,7 +27,13 @@ from emo.pipeline.batches.loader import rank_rows
 from emo.pipeline.config import TrainConfig, dump_config, load_config
 from emo.pipeline.engine import devices
 from emo.pipeline.engine import ds_config as ds_file
-from emo.pipeline.engine.ds_config import REPORTS, check_deepspeed_host, deepspeed_config, parameter_groups
+from emo.pipeline.engine.ds_config import (
+    REPORTS,
+    build_8bit,
+    check_deepspeed_host,
+    deepspeed_config,
+    parameter_groups,
+)
 from emo.pipeline.engine.schedule import lr_at
 from emo.pipeline.loss import get_objective
 from emo.pipeline.model.objective_config import ObjectiveConfig
@@ -245,6 +254,18 @@ OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
         (f'{{"zero_optimization": {{{OFFLOAD[:-1]}, "ratio": 0.5}}}}}}', (), "ds-combination", ""),
         (f'{{"zero_optimization": {{{OFFLOAD.replace("cpu", "nvme")}}}}}', (), "ds-combination", ""),
         ('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}', (), "ds-combination", ""),
+        (
+            '{"zero_optimization": {"stage": 3}}',
+            ("model.lora.base_dtype=nf4",),
+            "ds-combination",
+            "zero2.json",
+        ),
+        (
+            f'{{"zero_optimization": {{{OFFLOAD}}}}}',
+            ("train.optimizer=adamw_8bit",),
+            "ds-combination",
+            "train.optimizer=adamw",
+        ),
     ],
 )
 def test_wrong_deepspeed_files_are_rejected(
@@ -371,6 +392,37 @@ def test_a_head_with_another_rate_has_a_separate_group(name: str, muon: bool) ->
     assert head["params"] == [model.get_output_embeddings().weight] and head["weight_decay"] == 0.1
     plain = [id(p) for group in parameter_groups(model, 0.1, muon) for p in group["params"]]
     assert sorted(plain) == sorted(id(p) for group in groups for p in group["params"])
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "embed_tokens"]])
+def test_lora_plus_speeds_up_the_weights_that_peft_does(targets: Any) -> None:
+    """Except that adapters of an embedding keep the learning rate."""
+    settings = peft.LoraConfig(r=2, target_modules=targets, use_dora=True)
+    model = peft.get_peft_model(family("llama"), settings)
+    expected = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1.0, loraplus_lr_ratio=16.0)
+    embedded = {id(p) for name, p in model.named_parameters() if "embed_tokens" in name}
+    rates = [
+        {id(p): group.get("ratio", group["lr"]) for group in groups for p in group["params"]}
+        for groups in (
+            expected.param_groups,
+            [{"lr": 1.0} | g for g in parameter_groups(model, 0.1, loraplus_lr_ratio=16.0)],
+        )
+    ]
+    assert rates[0].keys() == rates[1].keys() and {16.0, 1.0} == set(rates[1].values())
+    assert all(rates[1][key] == rate for key, rate in rates[0].items() if key not in embedded)
+
+
+def test_8bit_optimizers_get_the_settings_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PagedAdamW8bit(torch.optim.AdamW): ...
+
+    optimizers = SimpleNamespace(PagedAdamW8bit=PagedAdamW8bit)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optimizers)
+    settings = ("train.optimizer=paged_adamw_8bit", "train.betas=[0.8,0.9]", "train.weight_decay=0.1")
+    tree = resolve(REPO / "ds_configs/zero2.json", *settings)
+    optimizer = build_8bit(parameter_groups(family("llama"), 0.1), tree)
+    assert type(optimizer) is PagedAdamW8bit and tree["zero_allow_untested_optimizer"]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert list(optimizer.defaults["betas"]) == [0.8, 0.9]
 
 
 def test_muon_trains_the_matrices_of_the_body_and_rejects_other_models() -> None:

@@ -272,13 +272,16 @@ def test_auto_replaces_an_attention_that_does_not_separate_documents(chosen: str
             check_packing(model, chosen, 3)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize(
     ("name", "targets"),
     [("llama", "all-linear"), ("llama", ["embed_tokens"]), ("gpt2", "all-linear"), ("gpt2", ["wte"])],
 )
-def test_merged_tensors_give_the_adapted_model(name: str, targets: str | list[str], tmp_path: Path) -> None:
+def test_merged_tensors_give_the_adapted_model(
+    name: str, targets: str | list[str], use_dora: bool, tmp_path: Path
+) -> None:
     """GPT-2's Conv1D stores [in, out], and its head is tied. Adapters of embeddings have another shape."""
-    config = run_config(tmp_path, lora={"r": 4, "alpha": 16, "targets": targets})
+    config = run_config(tmp_path, lora={"r": 4, "alpha": 16, "targets": targets, "use_dora": use_dora})
     torch.manual_seed(0)
     adapted = add_lora(family(name).eval(), config.model, 0).eval()
     with torch.no_grad():

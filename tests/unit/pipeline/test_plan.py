@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from emo.common.errors import ExitCode, UserError
@@ -23,6 +24,9 @@ from emo.pipeline.batches.order import MixedOrder
 from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.engine.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
+from emo.pipeline.model.adapters import add_lora
+from emo.pipeline.model.build import load_pretrained
+from emo.pipeline.model.config import LoraConfig, ModelConfig
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check_plan
 from emo.pipeline.planning.footprint import Setup
@@ -97,6 +101,33 @@ def test_published_parameter_counts() -> None:
         ready = check_plan(load_config(PAPER / f"{name}.yaml", []), 1)
         sizes = sizes_of(ready.model, ready.hf_config)
         assert (sizes.parameters, sizes.trainable) == (parameters, trainable)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_planned_bytes_are_those_of_bitsandbytes(tmp_path: Path) -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    shape = LlamaConfig(
+        hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), lora=LoraConfig(r=8, base_dtype="nf4"))
+    loaded = load_pretrained(str(tmp_path), None, "bfloat16", "eager", linear_dtype="nf4")
+    model = add_lora(loaded, config, 0)
+    with torch.device("meta"):
+        sizes = sizes_of(add_lora(LlamaForCausalLM(shape), config, 0), shape, config.linear_dtype)
+    states = [p.quant_state.as_dict() for p in model.parameters() if hasattr(p, "quant_state")]
+    statistics = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    tensors = [*model.parameters(), *statistics]
+    counted = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    memory = footprint.memory(sizes, Setup(1, 2, 1, 8, moments=footprint.MOMENTS_8BIT))
+    assert len(states) == 14 and memory.parameters == pytest.approx(counted, rel=0.05)
+    flat = torch.nn.Parameter(torch.zeros(sizes.trainable))
+    flat.grad = torch.ones(sizes.trainable)
+    optimizer = AdamW8bit([flat])
+    optimizer.step()
+    kept = [flat, *(value for value in optimizer.state[flat].values() if isinstance(value, torch.Tensor))]
+    assert memory.optimizer == pytest.approx(sum(tensor.nbytes for tensor in kept), rel=0.05)
 
 
 def test_a_plan_lists_the_share_of_each_domain(tmp_path: Path) -> None:
