@@ -239,7 +239,8 @@ class Totals:
 
     def _mean_weight_factor(self, training: bool) -> Tensor:
         weight = self.sums[4]
-        counts = torch.stack((torch.as_tensor(self.counts, dtype=weight.dtype, device=weight.device), weight))
+        count = self.counts if isinstance(self.counts, Tensor) else torch.full_like(weight, self.counts)
+        counts = torch.stack((count, weight))
         if training and dist.is_available() and dist.is_initialized():
             dist.all_reduce(counts)
         tokens, weight = counts.unbind()
@@ -259,7 +260,7 @@ def histogram(weight: Tensor, cap: float | None, count: Tensor | None = None) ->
     count = torch.ones_like(size) if count is None else count.double()
     counts.scatter_add_(0, index, count)
     if cap is not None:
-        counts[BINS] = count[weight >= cap].sum()
+        counts[BINS] = (count * (weight >= cap)).sum()
     return counts
 
 

@@ -74,7 +74,7 @@ def head(
 
             monkeypatch.setattr(kernels_triton, "compiled_solve", at_once)
             context = SimpleNamespace(mark_non_differentiable=lambda *sums: None)
-            inputs = (hidden, weight, None, plan_tokens(labels), spec, (True, True, False), side, None)
+            inputs = (hidden, weight, None, plan_tokens(labels), spec, (True, True, False), side, None, None)
             fused._FusedLoss.forward(context, *inputs)
             del context
     return trace

@@ -221,7 +221,9 @@ def test_data_that_do_not_fit_the_model_are_rejected(shared_data: Path) -> None:
 def check_packing(model: Any, attention: str, *segments: int) -> None:
     """Check a model as the trainer does, for sets of two rows with these numbers of segments."""
     fuse_model(model, get_objective("mle"))
-    engine: Any = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
+    engine: Any = SimpleNamespace(
+        model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu"), sequence=1)
+    )
     data: Any = [SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2)]) for n in segments]
     check_model(engine, run_config(Path("x"), attn_implementation=attention), data)
 
