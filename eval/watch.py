@@ -25,6 +25,7 @@ checkpoint that is incomplete and stopped changing long ago has failed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -387,15 +388,19 @@ class RunWatcher:
         model.source = str(target.path)
         digest = "" if target.checkpoint is None else checkpoint_digest(target.checkpoint)
         results = run_all(model, self.tasks, self.settings, self.out, self.say)
-        if target.checkpoint is not None and digest:
-            self._report_scores(step_of(target.checkpoint), digest, results)
+        checkpoint = target.checkpoint
+        if checkpoint and digest and not self._report_scores(step_of(checkpoint), digest, results):
+            return
         mean, text = mean_accuracy(results)
         self._write_mark(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
         self.evaluated.append(target.name)
         self.say(f"{target.name}: {text}")
 
-    def _report_scores(self, step: int, digest: str, results: Sequence[TaskResult]) -> None:
-        """Append the accuracies of a checkpoint to the run's task_scores.jsonl, for training to read."""
+    def _report_scores(self, step: int, digest: str, results: Sequence[TaskResult]) -> bool:
+        """Append the accuracies of a checkpoint to the run's task_scores.jsonl, for training to read.
+
+        Return whether the checkpoint is done. Otherwise the watcher tries again, with the stored results.
+        """
         scores = [
             (task.name, result["accuracy"], self._request([task]))
             for task, result in zip(self.tasks, results, strict=True)
@@ -403,8 +408,10 @@ class RunWatcher:
         ]
         try:
             append_scores(self.run_dir, step, digest, scores)
-        except OSError as error:  # the results are stored, and the run directory may be read-only
+        except OSError as error:
             self._say_once("scores", f"training cannot use the scores: {one_line(error)}")
+            return error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)  # somebody else's run
+        return True
 
     def _require_inputs(self) -> None:
         """Raise UserError if data or retriever are at fault, so that no checkpoint is marked for them."""

@@ -37,6 +37,8 @@ from ..control.run_dir import (
     LAUNCHES,
     METRICS,
     SAMPLES,
+    SELECTION,
+    TASK_SCORES,
     VALIDATION,
     checkpoints,
     is_complete,
@@ -49,7 +51,8 @@ from .store import Store
 log = logging.getLogger(__name__)
 
 STORES: dict[str, type[Store]] = {}  # by scheme of the address. FsspecStore opens the others
-RECORDS = (METRICS, LAUNCHES, SAMPLES, BAD_BATCHES, BEST)  # and CONFIG, and the files of VALIDATION
+# And CONFIG, and the files of VALIDATION.
+RECORDS = (METRICS, LAUNCHES, SAMPLES, BAD_BATCHES, BEST, SELECTION, TASK_SCORES)
 STALL = 600.0  # seconds without progress after which the end of a run does not wait for copies
 POLL = 2.0  # seconds between checks of what other hosts have done
 THREADS = 8  # files that are transferred at the same time

@@ -14,7 +14,15 @@ from safetensors import SafetensorError, safe_open
 from emo.common.config.recipe import read_written
 from emo.common.errors import FailureError, UserError, iterate_causes, one_line
 from emo.common.io.files import write_text
-from emo.common.io.weights import ADAPTER, ADAPTER_FILE, CONFIG, OFFLINE, has_only_adapter, opened_files
+from emo.common.io.weights import (
+    ADAPTER,
+    ADAPTER_FILE,
+    CONFIG,
+    OFFLINE,
+    base_of_adapter,
+    has_only_adapter,
+    opened_files,
+)
 from emo.common.text import markdown, publishable
 from emo.data_prep.config import TRAIN
 from emo.data_prep.shards.format import read_manifest
@@ -23,6 +31,8 @@ from ..control import run_dir as layout
 from ..control.run_dir import COMPLETE, EXPORT, EXPORT_INFO, HF, checkpoint_problem, read_export_info
 
 CARD = "README.md"
+# Files of an earlier upload that would be loaded instead of those of this one, or together with them.
+STALE = ["*.safetensors", "*.bin", "*.index.json", CONFIG, ADAPTER]
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -54,7 +64,11 @@ def push_export(source: Path, repository: str, private: bool, revision: str | No
         with staged_files(export, url.repo_id) as folder:
             message = f"Upload {export.parent.name if export.name in (EXPORT, HF) else export.name}"
             api.upload_folder(
-                repo_id=url.repo_id, folder_path=folder, revision=revision, commit_message=message
+                repo_id=url.repo_id,
+                folder_path=folder,
+                revision=revision,
+                commit_message=message,
+                delete_patterns=STALE,
             )
     except UserError:
         raise
@@ -91,6 +105,10 @@ def find_export(source: Path) -> Path:
 
 def check_files(export: Path) -> None:
     """Raise UserError if weights are missing or truncated."""
+    if has_only_adapter(export) and Path(base := base_of_adapter(export)[0]).exists():
+        problem = f"the base model of {export} is the local directory {base}, which others do not have"
+        cure = f"Push a merged model, or set base_model_name_or_path in {export / ADAPTER} to a Hub id"
+        raise UserError(f"{problem}. {cure}", code="adapter")
     adapter = [export / ADAPTER, export / ADAPTER_FILE]
     for path in adapter if has_only_adapter(export) else opened_files(export):
         try:
@@ -107,8 +125,11 @@ def staged_files(export: Path, repository: str) -> Iterator[Path]:
     """Yield a directory with links to the files to upload. Files that name local paths are rewritten."""
     with tempfile.TemporaryDirectory(prefix="emo-push-") as staging:
         folder = Path(staging)
-        for file in (path for path in export.rglob("*") if path.is_file() and path.name[0] != "."):
-            target = folder / file.relative_to(export)
+        for file in (path for path in export.rglob("*") if path.is_file()):
+            name = file.relative_to(export)
+            if any(part[0] == "." for part in name.parts):
+                continue
+            target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if file.name in (EXPORT_INFO, ADAPTER):
                 write_text(target, publishable(file.read_text(encoding="utf-8")))

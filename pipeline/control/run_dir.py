@@ -29,6 +29,7 @@ STOP             created by a user to make the run save and stop
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
@@ -140,11 +141,12 @@ def append_scores(run_dir: Path, step: int, digest: str, scores: Iterable[tuple[
         for task, value, setting in scores
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    file = os.open(run_dir / TASK_SCORES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(file, text.encode())
-    finally:
-        os.close(file)
+    with (run_dir / TASK_SCORES).open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"  # a watcher ended while it wrote
+        data = b"\n" * torn + text.encode()
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, "not all scores could be written")
 
 
 def list_files(directory: Path) -> list[str]:

@@ -45,6 +45,8 @@ class OptimizerConfig(ScheduleConfig):
             raise ValueError("optimizer muon needs max_grad_norm 0, because its update would be clipped")
         if self.only is not None and self.optimizer == "muon":
             raise ValueError("only needs optimizer adamw")
+        if self.only is not None and self.head_lr_ratio == 0:
+            raise ValueError("only trains the head, which head_lr_ratio=0 freezes. Set one of them")
         if self.only is None and self.only_steps is not None:
             raise ValueError("only_steps needs only, for example only=embeddings")
         return self

@@ -228,10 +228,10 @@ class Engine:
 def frozen_sum(model: nn.Module, rank: int = 0) -> int:
     """Return a sum of the bits of this rank's part of all parameters that do not train.
 
-    The sum over all ranks modulo 2**64 is the same for any number of ranks. 4-bit weights are left out,
-    because a CPU may round them differently from a GPU.
+    The sum over all ranks modulo 2**64 is the same for any number of ranks. 4-bit weights count with the
+    checksum of the files that they come from, because a CPU may round them differently from a GPU.
     """
-    total = 0
+    total = sum(getattr(module, "quantized_from", 0) for module in model.modules()) if rank == 0 else 0
     for name, parameter in model.named_parameters():
         if f".{AVERAGED}" in name or hasattr(parameter, "quant_state"):  # adapters of a teacher change
             continue

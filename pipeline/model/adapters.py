@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -22,6 +23,7 @@ from emo.common.io.untrusted import read_json
 from emo.common.io.weights import ADAPTER as SETTINGS
 from emo.common.io.weights import ADAPTER_FILE
 
+from ..control.run_dir import read_export_info
 from ..loss.models.head import require_plain_head
 from .config import LoraConfig, ModelConfig
 
@@ -134,6 +136,12 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
         found = settings.get({"alpha": "lora_alpha"}.get(key, key)) or False
         if found != wanted:
             raise UserError(f"{problem} has {key}={found}. Set model.lora.{key} to that", code="adapter")
+    info: dict[str, object] = {}
+    with contextlib.suppress(OSError, ValueError):
+        info = read_export_info(directory)
+    if info and (found := info.get("base_dtype")) != config.base_dtype:
+        problem += f" was trained with model.lora.base_dtype={found or 'null'}"
+        raise UserError(f"{problem}. Set the same", code="adapter")
     needed = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in adapter_tensors(model)}
     if different := sorted(stored.items() ^ needed.items()):
         name, shape = different[0]

@@ -21,7 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import reset_modes
-from emo.common.io.weights import context_length, explain_hub_error, load_causal_lm, load_model_config
+from emo.common.io.weights import (
+    context_length,
+    downloaded_directory,
+    explain_hub_error,
+    load_causal_lm,
+    load_model_config,
+    sampled_digest,
+)
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.data_prep.shards.format import Manifest
 
@@ -195,6 +202,9 @@ def load_base(config: RunConfig, attn: str) -> PreTrainedModel:
     model = load_pretrained(*config.initial_weights(), config.model.dtype, attn, linear_dtype=linear_dtype)
     if linear_dtype is not None:
         prepare_nf4(model)
+        path, revision = config.initial_weights()
+        directory = Path(path) if Path(path).is_dir() else downloaded_directory(path, revision)
+        model.quantized_from = sampled_digest(directory)  # see `frozen_sum`
     return model
 
 

@@ -176,7 +176,7 @@ def _write_settings(models: Sequence[Path], base: Path | None, merge: Merge, tar
     """Copy the files of the last model except its weights, and write what was merged."""
     for path in models[-1].iterdir():
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights:
+        if path.is_file() and not is_weights and path.name != "README.md":  # it describes another model
             shutil.copyfile(path, target / path.name)
     info: dict[str, object] = {}
     with contextlib.suppress(OSError, ValueError):

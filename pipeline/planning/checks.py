@@ -216,8 +216,9 @@ def _resolve_model(
     for rows in sets:
         check_fits(hf_config, config.model, rows.manifest)
     attention: str = config.model.attn_implementation
-    if here:
-        attention = usable_attention(config.model, hf_config, config.train.sequence_parallel > 1)
+    shared = config.train.sequence_parallel > 1
+    if here or (shared and attention in ("sdpa", "eager")):
+        attention = usable_attention(config.model, hf_config, shared)
     model = _build_meta_model(config, hf_config)
     path = config.model.path
     if path is not None and (local or Path(path).exists()):

@@ -418,6 +418,8 @@ def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu:
     data = ready.data
     steps = ready.steps
     warnings = []
+    if config.model.lora is not None and config.model.lora.use_dora:
+        warnings.append("DoRA's activations are not planned. They can double those of LoRA.")
     for portion in ready.order.portions(steps) if isinstance(ready.order, MixedOrder) and steps else ():
         if portion.epochs > REPEATED:
             cure = "Repeated text teaches less: lower its share, or set train.mixture.max_epochs."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from emo.common.io.weights import load_causal_lm, load_model_config
 from emo.data_prep.shards.format import TokenDataset
 
 from ..engine.devices import on_gpu
+from ..loss.models.head import WEIGHTS
 from ..model.build import check_fits
 from ..model.config import ModelConfig
 from ..model.merging import Merge, merge_models
@@ -54,8 +56,9 @@ def choose_merge(
     model = ModelConfig.model_validate({"path": str(models[-1]), "dtype": "float32"})
     check_fits(load_model_config(models[-1]), model, rows.manifest)
     measured: dict[float, Documents] = {}
-    candidate, kept = (target.with_name(f"{target.name}.{name}") for name in ("candidate", "best"))
-    try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as work:
+        candidate, kept = Path(work, "candidate"), Path(work, "best")
         for coefficient in COEFFICIENTS:
             shutil.rmtree(candidate, ignore_errors=True)
             merge_models(models, base, make(coefficient), candidate)
@@ -64,9 +67,6 @@ def choose_merge(
                 shutil.rmtree(kept, ignore_errors=True)
                 candidate.rename(kept)
         kept.rename(target)
-    finally:
-        for directory in (candidate, kept):
-            shutil.rmtree(directory, ignore_errors=True)
     best = min(measured, key=lambda c: _loss(measured[c]))
     return [
         Trial(c, _loss(found), None if c == best else compute_change(measured[best], found))
@@ -89,19 +89,21 @@ def measure_model(directory: Path, data: TokenDataset) -> Documents:
     with show_activity("measuring", count, "row") as advance:
         for row in range(count):
             batch = data.batch(np.array([row]))
+            batch.setdefault(WEIGHTS, np.ones(batch["labels"].shape, np.float32))
             start = 0
             for ids, source in zip(data.documents_of(row), data.sources_of(row), strict=True):
                 part = slice(start, start + len(ids))
                 start += len(ids)
-                inputs, labels = (
-                    torch.from_numpy(batch[key][:, part]).to(model.device) for key in ("input_ids", "labels")
+                inputs, labels, weights = (
+                    torch.from_numpy(batch[key][:, part]).to(model.device)
+                    for key in ("input_ids", "labels", WEIGHTS)
                 )
                 logits = model(input_ids=inputs, use_cache=False).logits[0].float()
                 loss = torch.nn.functional.cross_entropy(
-                    logits, labels[0], ignore_index=IGNORE, reduction="sum"
+                    logits, labels[0], ignore_index=IGNORE, reduction="none"
                 )
                 sources.append(source)
-                nll.append(loss.item())
-                tokens.append(int((labels != IGNORE).sum()))
+                nll.append(torch.dot(loss, weights[0]).item())
+                tokens.append(weights[labels != IGNORE].sum().item())
             advance(1)
     return group_by_document(data.fingerprint, np.array(sources, np.uint64), np.array(nll), np.array(tokens))

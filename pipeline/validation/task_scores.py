@@ -124,7 +124,8 @@ class TaskScores:
     def _read_decision(self, step: int, final: bool) -> list[Score]:
         """Return the scores that were taken at this save point, or else take and record new ones."""
         point = {"step": step, "final": final, "tasks": self.tasks}
-        for record in read_records(self._run_dir / SELECTION)[0]:
+        # The last decision stands only with its export, which the run would not repeat.
+        for record in [] if final else read_records(self._run_dir / SELECTION)[0]:
             if {key: record.get(key) for key in point} == point:
                 return [Score(*score) for score in record["taken"]]
         taken = [score for task in self.tasks for score in self._find_new(task, step)]

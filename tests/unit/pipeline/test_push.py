@@ -61,6 +61,10 @@ class Handler(BaseHTTPRequestHandler):
         return parts
 
     def do_GET(self) -> None:
+        if "/tree/" in self.path:
+            files = ({"type": "file", "path": name, "oid": "1", "size": 1} for name in self.server.files)
+            self.answer(list(files))
+            return
         known = self.path.startswith("/api/models/me/mine") and "resolve" not in self.path
         self.answer({"id": "me/mine", "private": self.server.private}, 200 if known else 404)
 
@@ -93,6 +97,8 @@ class Handler(BaseHTTPRequestHandler):
                 value = line["value"]
                 if line["key"] == "file":
                     hub.files[value["path"]] = base64.b64decode(value["content"])
+                if line["key"] == "deletedFile":
+                    del hub.files[value["path"]]
                 if line["key"] == "lfsFile":
                     hub.files[value["path"]] = hub.blobs[value["oid"]]
             self.answer({"commitUrl": f"{hub.address}/me/mine/commit/1", "commitOid": "1"})
@@ -153,8 +159,21 @@ def test_an_export_arrives_with_a_card(hub: Hub, run_dir: Path) -> None:
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "owner/base"
     assert "emo" in card and "| held_out | 8 | 1.0000 | -8.0000 [-9.0000, -7.0000] |" in card
     (run_dir / "export/README.md").write_text("my card\n")  # is sent as it is
+    (run_dir / "export/.cache").mkdir()
+    (run_dir / "export/.cache/token").write_text("secret")
+    hub.files |= {"model-00001-of-00002.safetensors": b"", "notes.txt": b""}  # of an earlier upload
     assert push(hub, run_dir / "export", "me/mine")[0] == 0
     assert hub.files["README.md"] == b"my card\n" and hub.branch == "main"
+    assert hub.files.keys() == written.keys() | {"README.md", "notes.txt"}
+
+
+def test_an_adapter_needs_a_base_model_that_others_have(hub: Hub, tmp_path: Path) -> None:
+    tiny_model(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    settings = {"base_model_name_or_path": str(tmp_path / "base")}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    code, text = push(hub, tmp_path / "adapter", "me/mine")
+    assert code == 2 and "[adapter]" in text and not hub.files
 
 
 def test_nothing_is_sent_unless_all_is_right(hub: Hub, run_dir: Path) -> None:
