@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from emo.common.errors import UserError
 from emo.eval.models.model import EvaluatedModel
 from emo.pipeline.checkpoint.export import export_checkpoint
 from emo.pipeline.control.run_dir import read_metrics
@@ -92,6 +95,16 @@ def test_a_run_continues_an_adapter_and_resumes(
     assert continued == pytest.approx(restarted, abs=1e-5)
 
 
+@contextlib.contextmanager
+def restored(path: Path) -> Iterator[None]:
+    """Restore the content of a file after the block."""
+    content = path.read_bytes()
+    try:
+        yield
+    finally:
+        path.write_bytes(content)
+
+
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_adapters_on_4bit_weights_resume_and_export(base: tuple[Path, Path], tmp_path: Path) -> None:
     settings = ("model.lora.base_dtype=nf4", "model.lora.use_dora=true", "model.lora.export=both")
@@ -116,6 +129,13 @@ def test_adapters_on_4bit_weights_resume_and_export(base: tuple[Path, Path], tmp
     assert not torch.allclose(without, merged, atol=1e-4)
     export_checkpoint(tmp_path / "undisturbed/step-000004", tmp_path / "exported")
     assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exported")).shape == merged.shape
+    weights = base[1] / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(key for key in tensors if "down_proj" in key)  # stored in 4 bits
+    with restored(weights):
+        save_file(tensors | {name: tensors[name] + 1e-4}, weights, {"format": "pt"})
+        with pytest.raises(UserError, match="differs from the base model"):
+            export_checkpoint(tmp_path / "undisturbed/step-000004", tmp_path / "again")
 
 
 def test_an_adapter_with_other_settings_is_rejected(
