@@ -47,6 +47,8 @@ REQUIRED = (
     "tool_calls.name",
     "tool_calls.arguments",
 )
+# Tags around reasoning. Their names are not the reasoning, even if it is the same text.
+MARKUP = r"<\|channel\|?>\w+|<[^<>\s]+>|\[/?[A-Z]+\]"
 Span = tuple[int, int]  # start and stop, in characters
 
 
@@ -244,14 +246,17 @@ class ChatWriter:
             message = messages[indices[answer.number]]
             text = example.text[answer.start : answer.stop]
             asked = chat.weights[answer.number] if chat.weights else AnswerWeights()
-            content = (0, 0)
+            content = (0, 0, 0)
             if asked.parts is not None:
-                content = _find_content(json.loads(chat.messages)[indices[answer.number]], message, text)
+                row = json.loads(chat.messages)[indices[answer.number]]
+                content = _find_content(row, message, _without_end_token(text, self.template))
             weights = asked.by_character(len(text), *content)
-            for thought in map(str.strip, reasoning_of(message)):
-                if self.template.reasoning_weight != 1 and thought and (start := text.find(thought)) >= 0:
-                    inside = slice(start, start + len(thought))
-                    weights[inside] = [self.template.reasoning_weight * weight for weight in weights[inside]]
+            factor = self.template.reasoning_weight
+            # Two keys may have the same reasoning.
+            for thought in dict.fromkeys(map(str.strip, reasoning_of(message))) if factor != 1 else ():
+                start = _find_thought(thought, text) if thought else 0
+                inside = slice(start, start + len(thought))
+                weights[inside] = [factor * weight for weight in weights[inside]]
             answers.append(answer._replace(weights=weights))
         return example._replace(answers=tuple(answers))
 
@@ -436,8 +441,10 @@ class ChatWriter:
         return signed, seen
 
 
-def _find_content(row: Message, message: Message, answer: str) -> Span:
-    """Return where an answer has the content of its message. Raises RefusedError if that is not certain.
+def _find_content(row: Message, message: Message, answer: str) -> tuple[int, int, int]:
+    """Return where an answer has the content of its message, and how many characters it lacks at its start.
+
+    Raises RefusedError if that is not certain.
 
     row: the message in the row, whose offsets the weights have. message: as the template gets it.
     """
@@ -446,12 +453,24 @@ def _find_content(row: Message, message: Message, answer: str) -> Span:
     if isinstance(text, str) and text.strip() and text == row.get("content"):
         for core in dict.fromkeys((text, text.strip())):  # templates strip white space
             if answer.count(core) == 1:
-                start = answer.find(core) - text.find(core)
-                return start, answer.find(core) + len(core)
+                start = answer.find(core)
+                return start, start + len(core), text.find(core)
     raise RefusedError(
         "response_not_found",
         "weights of parts of a content: the chat_template does not write this content unchanged and once. "
         "Set the weight of the message",
+    )
+
+
+def _find_thought(thought: str, answer: str) -> int:
+    """Return where an answer has a text of reasoning, outside tags. Raises RefusedError if it lacks it."""
+    for match in re.finditer(f"{re.escape(thought)}|{MARKUP}", answer):
+        if match[0] == thought:
+            return match.start()
+    raise RefusedError(
+        "response_not_found",
+        "data.reasoning_weight: the chat_template does not write this reasoning unchanged. "
+        "Set data.reasoning_weight=1, or data.reasoning=drop",
     )
 
 
@@ -482,6 +501,12 @@ def _leading_special(text: str, template: ChatTemplate) -> str:
     """Return the special token at the beginning of a text, with white space before it, or ''."""
     special = template.first(text.lstrip())
     return text[: len(text) - len(text.lstrip())] + special if special else ""
+
+
+def _without_end_token(text: str, template: ChatTemplate) -> str:
+    """Return an answer up to the special tokens at its end, with the white space before them."""
+    rest = text[len(_strip_end(text, template)) :]
+    return text.removesuffix(rest.lstrip())
 
 
 def _strip_end(text: str, template: ChatTemplate) -> str:
