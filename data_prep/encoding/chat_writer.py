@@ -25,6 +25,7 @@ from .message_forms import (
     OPEN_TAG,
     PROBE,
     as_parts,
+    as_text,
     assistant_indices,
     calls_as_text,
     close_thinking,
@@ -49,6 +50,10 @@ REQUIRED = (
 )
 # Tags around reasoning. Their names are not the reasoning, even if it is the same text.
 MARKUP = r"<\|channel\|?>\w+|<[^<>\s]+>|\[/?[A-Z]+\]"
+CHANGED_REASONING = (
+    "data.reasoning_weight: the chat_template does not write this reasoning unchanged. "
+    "Set data.reasoning_weight=1, or data.reasoning=drop"
+)
 Span = tuple[int, int]  # start and stop, in characters
 
 
@@ -111,7 +116,7 @@ class ChatWriter:
         examples = self._try_forms(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
         if not chat.weights and self.template.reasoning_weight == 1:
             return examples
-        return [self._weighted(chat, example) for example in examples]
+        return [self._weighted(chat, example, examples) for example in examples]
 
     def prompt(self, messages: list[Message]) -> str:
         """Return messages as text, up to the beginning of an answer. Raises RefusedError."""
@@ -236,14 +241,14 @@ class ChatWriter:
             answers.append(AnswerSpan(number, start, stop, masked))
         return ChatExample(written.text, tuple(answers))
 
-    def _weighted(self, chat: Chat, example: ChatExample) -> ChatExample:
-        """Return an example with the weights of the characters of its answers. Raises RefusedError."""
+    def _weighted(self, chat: Chat, example: ChatExample, examples: list[ChatExample]) -> ChatExample:
+        """Return one of a chat's examples with the weights of its characters. Raises RefusedError."""
         assert self._last_read is not None  # by `examples`
         _, messages, _ = self._last_read
         indices = assistant_indices(messages)
         answers = []
         for answer in example.answers:
-            message = messages[indices[answer.number]]
+            message = as_text(messages[indices[answer.number]])
             text = example.text[answer.start : answer.stop]
             asked = chat.weights[answer.number] if chat.weights else AnswerWeights()
             content = (0, 0, 0)
@@ -255,6 +260,10 @@ class ChatWriter:
             # Two keys may have the same reasoning.
             for thought in dict.fromkeys(map(str.strip, reasoning_of(message))) if factor != 1 else ():
                 start = _find_thought(thought, text) if thought else 0
+                if start is None:
+                    if {*THOUGHTS} & {*self.left_out(chat, examples)}:
+                        continue  # such rows are counted or rejected
+                    raise RefusedError("response_not_found", CHANGED_REASONING)
                 inside = slice(start, start + len(thought))
                 weights[inside] = [factor * weight for weight in weights[inside]]
             answers.append(answer._replace(weights=weights))
@@ -446,10 +455,10 @@ def _find_content(row: Message, message: Message, answer: str) -> tuple[int, int
 
     Raises RefusedError if that is not certain.
 
-    row: the message in the row, whose offsets the weights have. message: as the template gets it.
+    row: the message in the row, whose offsets the weights have. message: as the template gets it, with text
+    as content.
     """
-    content = message.get("content")
-    text = content[0]["text"] if isinstance(content, list) else content
+    text = message.get("content")
     if isinstance(text, str) and text.strip() and text == row.get("content"):
         for core in dict.fromkeys((text, text.strip())):  # templates strip white space
             if answer.count(core) == 1:
@@ -462,16 +471,10 @@ def _find_content(row: Message, message: Message, answer: str) -> tuple[int, int
     )
 
 
-def _find_thought(thought: str, answer: str) -> int:
-    """Return where an answer has a text of reasoning, outside tags. Raises RefusedError if it lacks it."""
-    for match in re.finditer(f"{re.escape(thought)}|{MARKUP}", answer):
-        if match[0] == thought:
-            return match.start()
-    raise RefusedError(
-        "response_not_found",
-        "data.reasoning_weight: the chat_template does not write this reasoning unchanged. "
-        "Set data.reasoning_weight=1, or data.reasoning=drop",
-    )
+def _find_thought(thought: str, answer: str) -> int | None:
+    """Return where an answer has a text of reasoning, outside tags. None if it lacks it."""
+    matches = re.finditer(f"{re.escape(thought)}|{MARKUP}", answer)
+    return next((match.start() for match in matches if match[0] == thought), None)
 
 
 def _unlearnable(
