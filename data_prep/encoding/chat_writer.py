@@ -261,6 +261,8 @@ class ChatWriter:
             for thought in dict.fromkeys(map(str.strip, reasoning_of(message))) if factor != 1 else ():
                 start = _find_thought(thought, text) if thought else 0
                 if start is None:
+                    if self.renderer.marked and thought in example.text[: answer.start]:
+                        continue  # the template marks it as having no loss
                     if {*THOUGHTS} & {*self.left_out(chat, examples)}:
                         continue  # such rows are counted or rejected
                     raise RefusedError("response_not_found", CHANGED_REASONING)

@@ -621,5 +621,6 @@ def test_reasoning_is_found_outside_tags_or_rejected() -> None:
         ("think", 0.5),
         ("\n</think>\nHi<|im_end|>", 1.0),
     ]
+    assert weights_by_text(SAYS, message, reasoning_weight=0.5) == [("Hi<|im_end|>", 1.0)]
     with pytest.raises(RefusedError, match="reasoning_weight"):
         weights_by_text(THINKS.replace("t + '", "t|upper + '") + SAYS, message, reasoning_weight=0.5)
