@@ -91,8 +91,8 @@ class Source(Section):
     prompt, question, query)."""
     columns: dict[str, str] | None = mark(SET, None)
     """Columns with other names, as part: column. Text has the part text. Instructions have instruction,
-    input, output, system and history, or messages with the keys role and content. A chat_template can also
-    have tools."""
+    input, output, system and history, or messages with the keys role and content. Both can have weight, and
+    a chat_template also tools."""
     clean: Literal["none", "writingprompts", "ag_news"] = "none"
     """Undo the escapes of a known data set."""
     weight: float = Field(1.0, gt=0, le=10_000)

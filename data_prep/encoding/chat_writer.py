@@ -25,6 +25,7 @@ from .message_forms import (
     OPEN_TAG,
     PROBE,
     as_parts,
+    as_text,
     assistant_indices,
     calls_as_text,
     close_thinking,
@@ -46,6 +47,12 @@ REQUIRED = (
     "tools",
     "tool_calls.name",
     "tool_calls.arguments",
+)
+# Tags around reasoning. Their names are not the reasoning, even if it is the same text.
+MARKUP = r"<\|channel\|?>\w+|<[^<>\s]+>|\[/?[A-Z]+\]"
+CHANGED_REASONING = (
+    "data.reasoning_weight: the chat_template does not write this reasoning unchanged. "
+    "Set data.reasoning_weight=1, or data.reasoning=drop"
 )
 Span = tuple[int, int]  # start and stop, in characters
 
@@ -109,7 +116,7 @@ class ChatWriter:
         examples = self._try_forms(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
         if not chat.weights and self.template.reasoning_weight == 1:
             return examples
-        return [self._weighted(chat, example) for example in examples]
+        return [self._weighted(chat, example, examples) for example in examples]
 
     def prompt(self, messages: list[Message]) -> str:
         """Return messages as text, up to the beginning of an answer. Raises RefusedError."""
@@ -234,24 +241,33 @@ class ChatWriter:
             answers.append(AnswerSpan(number, start, stop, masked))
         return ChatExample(written.text, tuple(answers))
 
-    def _weighted(self, chat: Chat, example: ChatExample) -> ChatExample:
-        """Return an example with the weights of the characters of its answers. Raises RefusedError."""
+    def _weighted(self, chat: Chat, example: ChatExample, examples: list[ChatExample]) -> ChatExample:
+        """Return one of a chat's examples with the weights of its characters. Raises RefusedError."""
         assert self._last_read is not None  # by `examples`
         _, messages, _ = self._last_read
         indices = assistant_indices(messages)
         answers = []
         for answer in example.answers:
-            message = messages[indices[answer.number]]
+            message = as_text(messages[indices[answer.number]])
             text = example.text[answer.start : answer.stop]
             asked = chat.weights[answer.number] if chat.weights else AnswerWeights()
-            content = (0, 0)
+            content = (0, 0, 0)
             if asked.parts is not None:
-                content = _find_content(json.loads(chat.messages)[indices[answer.number]], message, text)
+                row = json.loads(chat.messages)[indices[answer.number]]
+                content = _find_content(row, message, _without_end_token(text, self.template))
             weights = asked.by_character(len(text), *content)
-            for thought in map(str.strip, reasoning_of(message)):
-                if self.template.reasoning_weight != 1 and thought and (start := text.find(thought)) >= 0:
-                    inside = slice(start, start + len(thought))
-                    weights[inside] = [self.template.reasoning_weight * weight for weight in weights[inside]]
+            factor = self.template.reasoning_weight
+            # Two keys may have the same reasoning.
+            for thought in dict.fromkeys(map(str.strip, reasoning_of(message))) if factor != 1 else ():
+                start = _find_thought(thought, text) if thought else 0
+                if start is None:
+                    if self.renderer.marked and thought in example.text[: answer.start]:
+                        continue  # the template marks it as having no loss
+                    if {*THOUGHTS} & {*self.left_out(chat, examples)}:
+                        continue  # such rows are counted or rejected
+                    raise RefusedError("response_not_found", CHANGED_REASONING)
+                inside = slice(start, start + len(thought))
+                weights[inside] = [factor * weight for weight in weights[inside]]
             answers.append(answer._replace(weights=weights))
         return example._replace(answers=tuple(answers))
 
@@ -436,23 +452,31 @@ class ChatWriter:
         return signed, seen
 
 
-def _find_content(row: Message, message: Message, answer: str) -> Span:
-    """Return where an answer has the content of its message. Raises RefusedError if that is not certain.
+def _find_content(row: Message, message: Message, answer: str) -> tuple[int, int, int]:
+    """Return where an answer has the content of its message, and how many characters it lacks at its start.
 
-    row: the message in the row, whose offsets the weights have. message: as the template gets it.
+    Raises RefusedError if that is not certain.
+
+    row: the message in the row, whose offsets the weights have. message: as the template gets it, with text
+    as content.
     """
-    content = message.get("content")
-    text = content[0]["text"] if isinstance(content, list) else content
+    text = message.get("content")
     if isinstance(text, str) and text.strip() and text == row.get("content"):
         for core in dict.fromkeys((text, text.strip())):  # templates strip white space
             if answer.count(core) == 1:
-                start = answer.find(core) - text.find(core)
-                return start, answer.find(core) + len(core)
+                start = answer.find(core)
+                return start, start + len(core), text.find(core)
     raise RefusedError(
         "response_not_found",
         "weights of parts of a content: the chat_template does not write this content unchanged and once. "
         "Set the weight of the message",
     )
+
+
+def _find_thought(thought: str, answer: str) -> int | None:
+    """Return where an answer has a text of reasoning, outside tags. None if it lacks it."""
+    matches = re.finditer(f"{re.escape(thought)}|{MARKUP}", answer)
+    return next((match.start() for match in matches if match[0] == thought), None)
 
 
 def _unlearnable(
@@ -482,6 +506,12 @@ def _leading_special(text: str, template: ChatTemplate) -> str:
     """Return the special token at the beginning of a text, with white space before it, or ''."""
     special = template.first(text.lstrip())
     return text[: len(text) - len(text.lstrip())] + special if special else ""
+
+
+def _without_end_token(text: str, template: ChatTemplate) -> str:
+    """Return an answer up to the special tokens at its end, with the white space before them."""
+    rest = text[len(_strip_end(text, template)) :]
+    return text.removesuffix(rest.lstrip())
 
 
 def _strip_end(text: str, template: ChatTemplate) -> str:

@@ -63,6 +63,12 @@ def as_parts(message: Message) -> Message:
     return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
+def as_text(message: Message) -> Message:
+    """Return a message of `as_parts` with its content as text."""
+    content = message.get("content")
+    return message | {"content": content[0]["text"]} if isinstance(content, list) else message
+
+
 def assistant_indices(messages: list[Message]) -> list[int]:
     """Return the indices of the assistant's messages."""
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]

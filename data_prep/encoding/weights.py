@@ -21,18 +21,25 @@ class AnswerWeights(NamedTuple):
     weight: float = 1.0  # of the answer
     parts: tuple[Part, ...] | None = None  # factors in its content, in order. Other content has no loss
 
-    def by_character(self, length: int, start: int = 0, stop: int = 0) -> list[float]:
-        """Return the weight of each character of an answer of `length`, and of the token after it.
+    def by_character(self, length: int, start: int = 0, stop: int = 0, stripped: int = 0) -> list[float]:
+        """Return the weight of each character of an answer, and of the token after it.
 
-        The content is at [start, stop). With parts, the text before the content has no loss, and the text
-        after it, such as the end of the turn, has the weight of the answer.
+        With parts, the text before the content has no loss, and the text after it, such as the end of the
+        turn, has the weight of the answer.
+
+        Args:
+            length: characters of the answer.
+            start: where the content begins in the answer.
+            stop: where it ends there.
+            stripped: characters at the beginning of the content that the answer does not have.
         """
         weights = [self.weight] * (length + 1)
         if self.parts is not None:
             weights[:stop] = [0.0] * stop
             for part in self.parts:
-                end = min(start + part.stop, stop)
-                weights[start + part.start : end] = [self.weight * part.weight] * (end - start - part.start)
+                offsets = (max(offset - stripped, 0) for offset in (part.start, part.stop))
+                begin, end = (min(start + offset, stop) for offset in offsets)
+                weights[begin:end] = [self.weight * part.weight] * (end - begin)
         return weights
 
 

@@ -50,7 +50,7 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
         suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
         supervised = counted(int(data.valid[row]), "supervised token")
         supervised += f" of weight {data.weight[row]:g}" if data.weighted else ""
-        console.rule(escape(f"row {row}  ({file} row {number}{suffix}, {supervised})"))
+        console.rule(escape(f"row {row}: {supervised}  ({file} row {number}{suffix})"))
         console.print(render_row(data, row, tokenizer, colours))
     legend = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
     console.print(Text.assemble("supervised ", *legend))

@@ -219,12 +219,16 @@ def _read_loss(message: Mapping[str, object], role: str, where: str, length: int
         else:
             factor = float(value == LOSS_KEYS[key])
         if factor and role != "assistant" and key != "weight":  # weight is only read for the assistant
-            raise RowError("wrong_type", f"{where}.{key} sets a loss on a message of the {role}. Remove it")
+            raise _wrong_role(f"{where}.{key}", role)
         weight *= factor
     present = next((key for key in PART_KEYS if message.get(key) is not None), None)
-    if present is None or role != "assistant":
+    if present is None:
         return AnswerWeights(weight)
     parts = _read_parts(message[present], f"{where}.{present}", length)
+    if role != "assistant":
+        if any(part.weight for part in parts):
+            raise _wrong_role(f"{where}.{present}", role)
+        return AnswerWeights(weight)
     return AnswerWeights(weight if any(part.weight for part in parts) else 0.0, parts)
 
 
@@ -265,7 +269,7 @@ def _weights_of(
     messages: list[Message], row: Mapping[str, object], spec: RowSpec
 ) -> tuple[tuple[int, ...], tuple[AnswerWeights, ...]]:
     """Return which of the assistant's messages carry no loss, and the weights of all."""
-    of_row = row_weight(row, spec)
+    of_row = _row_weight(row, spec)
     answers = [message.loss for message in messages if message.role == "assistant"]
     answers = [loss._replace(weight=loss.weight * of_row) for loss in answers]
     unsupervised = tuple(number for number, loss in enumerate(answers) if not loss.weight)
@@ -273,10 +277,18 @@ def _weights_of(
     return unsupervised, tuple(answers) if weighted else ()
 
 
-def row_weight(row: Mapping[str, object], spec: RowSpec) -> float:
+def _row_weight(row: Mapping[str, object], spec: RowSpec) -> float:
     """Return the loss weight of a row. Raises RowError for a value that is not one."""
     name = spec.find(row, "weight")
-    return 1.0 if name is None or row[name] is None else read_weight(row[name], f"column {name}")
+    value = None if name is None else row[name]
+    if isinstance(value, str):  # a cell of a csv or tsv file
+        with contextlib.suppress(ValueError):
+            value = float(value) if value.strip() else None
+    return 1.0 if value is None else read_weight(value, f"column {name}")
+
+
+def _wrong_role(where: str, role: str) -> RowError:
+    return RowError("wrong_type", f"{where} sets a loss on a message of the {role}. Remove it")
 
 
 def _bad_roles(messages: list[Message]) -> RowError:

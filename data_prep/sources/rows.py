@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..encoding.templates import Chat, Conversation
-from .conversations import ALL_LOSS_KEYS, parse_instruction, row_weight, to_json
+from .conversations import ALL_LOSS_KEYS, parse_instruction, to_json
 from .spec import (
     Payload,
     Rejected,
@@ -128,8 +128,6 @@ def _parse_row(raw: Any, spec: RowSpec) -> Row:
     name = spec.find(row, "text")
     if name is None:
         raise missing_column(row, spec.names("text"), spec)
-    if row_weight(row, spec) != 1:
-        raise RowError("wrong_type", "a document cannot have a weight. Use data.kind=instruct, or remove it")
     value = row[name]
     if spec.format == "tokens":
         if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):

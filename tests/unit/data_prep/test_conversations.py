@@ -30,6 +30,7 @@ from emo.data_prep.encoding.chat_writer import ChatWriter
 from emo.data_prep.encoding.chats import ChatEncoder, check_template
 from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
 from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
+from emo.data_prep.encoding.weights import AnswerWeights
 from emo.data_prep.shards.inspect import inspect
 from emo.data_prep.shards.verify import verify
 from emo.data_prep.sniff import guess_columns, sniff
@@ -553,6 +554,8 @@ def test_weight_0_is_a_mask_and_weight_1_is_nothing(tmp_path: Path, template: st
         ({"train_detail": [DETAIL[0] | {"end_offset": 31}]}, {}, "0 <= begin_offset <= end_offset < 31"),
         ({"train_detail": DETAIL[1::-1]}, {}, "train_detail[1] must have offsets with 19 <="),
         ({"train_detail": [DETAIL[0] | {"train": 0.5}]}, {}, "must be true or false"),
+        ({"role": "user", "train_detail": DETAIL}, {}, "sets a loss on a message of the user"),
+        ({}, {"weight": "high"}, "column weight must be a loss weight"),
     ],
 )
 def test_wrong_weights_are_rejected(
@@ -563,13 +566,61 @@ def test_wrong_weights_are_rejected(
     assert phrase in result.detail and "\n" not in result.detail
 
 
-def test_weights_that_no_text_shows_are_rejected() -> None:
-    """Of a document, and of parts of a content that the template changes or writes twice."""
-    spec = RowSpec("text", "auto", True, None, "none", 1000)
-    (result,) = parse([{"text": "a b c", "weight": 2.0}], spec)
-    assert isinstance(result, Rejected) and "cannot have a weight" in result.detail
+def test_parts_that_a_template_changes_or_repeats_are_rejected() -> None:
     for says in ("{{ m.content }}{{ m.content }}<|im_end|>", "{{ m.content|upper }}<|im_end|>"):
         saved = tokenizer_with(CHATML.replace(SAYS, says))
         chat = read(weighted_row({"train_detail": DETAIL}, 0), chat=True)
         with pytest.raises(RefusedError, match="unchanged and once"):
             ChatEncoder(saved, read_template(saved, "t")).encode(chat)
+
+
+def test_a_cell_of_a_table_can_be_a_weight() -> None:
+    """A csv file has text only. An empty cell is no weight, and a document ignores the column."""
+    weights = [read(PAIR | {"weight": cell}).weights for cell in ("0.5", " ", "1")]
+    assert weights == [(AnswerWeights(0.5),), (), ()]
+    assert list(parse([{"text": "a b c", "weight": "high"}], RowSpec("text", "auto", True, None, "none", 9)))
+
+
+THINKS = "{{ '<think>\n' + m.reasoning_content + '\n</think>\n' if m.reasoning_content }}"
+
+
+def weights_by_text(says: str, message: dict[str, Any], **settings: Any) -> list[tuple[str, float]]:
+    """The stretches of equal weight of a written answer."""
+    template = read_template(tokenizer_with(CHATML.replace(SAYS, says)), "t", **settings)
+    row = {"messages": [USER, {"role": "assistant"} | message]}
+    ((text, (answer,)),) = ChatWriter(template).examples(read(row, chat=True))
+    assert answer.weights is not None and len(answer.weights) == answer.stop - answer.start + 1
+    pairs = zip(text[answer.start : answer.stop], answer.weights, strict=False)
+    runs = [(weight, list(run)) for weight, run in itertools.groupby(pairs, lambda pair: pair[1])]
+    return [("".join(sign for sign, _ in run), weight) for weight, run in runs]
+
+
+def test_parts_of_a_stripped_content_have_their_weights() -> None:
+    """Offsets count the white space that the template strips. The end token is not part of the content."""
+    says = f"{THINKS}{{{{ m.content|trim }}}}<|im_end|>\n"
+
+    def written(content: str, *parts: tuple[int, int, float], **keys: str) -> list[tuple[str, float]]:
+        detail = [dict(zip(("begin_offset", "end_offset", "weight"), part, strict=True)) for part in parts]
+        return weights_by_text(says, {"content": content, "train_detail": detail} | keys)
+
+    end = ("<|im_end|>", 1.0)
+    assert written("  It is 4. Bye", (0, 9, 2)) == [("It is 4.", 2.0), (" Bye", 0.0), end]
+    assert written("  It is 4. Bye ", (0, 3, 2), (4, 14, 3)) == [("It", 2.0), (" is 4. Bye", 3.0), end]
+    assert written("  It", (0, 0, 2), (1, 3, 3), reasoning_content="t") == [
+        ("<think>\nt\n</think>\n", 0.0),
+        ("It", 3.0),
+        end,
+    ]
+    assert written("e", (0, 0, 2)) == [("e", 2.0), end]
+
+
+def test_reasoning_is_found_outside_tags_or_rejected() -> None:
+    message = {"content": "Hi", "reasoning_content": "think", "reasoning": "think"}
+    assert weights_by_text(THINKS + SAYS, message, reasoning_weight=0.5) == [
+        ("<think>\n", 1.0),
+        ("think", 0.5),
+        ("\n</think>\nHi<|im_end|>", 1.0),
+    ]
+    assert weights_by_text(SAYS, message, reasoning_weight=0.5) == [("Hi<|im_end|>", 1.0)]
+    with pytest.raises(RefusedError, match="reasoning_weight"):
+        weights_by_text(THINKS.replace("t + '", "t|upper + '") + SAYS, message, reasoning_weight=0.5)
