@@ -65,6 +65,7 @@ from .control.world import (
 )
 from .engine.average import WeightAverage
 from .engine.devices import device_name
+from .engine.ds_config import Grouping
 from .engine.engine import TAG, Engine
 from .engine.schedule import lr_at
 from .engine.sequence import share_rows
@@ -269,18 +270,8 @@ class Trainer:
             )  # while it lives transformers builds models partitioned
             model = build_model(config, self.losses)
             teacher = add_teacher(model, config, ds_config, world, packed(manifests))
-            loraplus = 1.0 if config.model.lora is None else config.model.lora.loraplus_lr_ratio
-            train = config.train
-            self.engine = Engine(
-                model,
-                ds_config,
-                world,
-                config.model.compile,
-                train.head_lr_ratio,
-                loraplus,
-                train.only is not None,
-                train.only_steps,
-            )
+            options = (config.model.compile, Grouping.of(config), config.train.only_steps)
+            self.engine = Engine(model, ds_config, world, *options)
             del partitioned
         if (decay := config.objective.average_decay) is not None:
             self.engine.average = WeightAverage(self.engine.model, teacher, decay, world)

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -348,13 +348,29 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
         raise UserError.of(errors)
 
 
+class Grouping(NamedTuple):
+    """Parts of a model that the optimizer treats differently."""
+
+    head_lr_ratio: float = 1.0  # learning rate of the output head over that of other weights
+    # Learning rate of the adapters' B and of all vectors over that of A, as PEFT's create_loraplus_optimizer
+    # groups them. Adapters of embeddings keep the learning rate.
+    loraplus_lr_ratio: float = 1.0
+    embeddings_apart: bool = False  # because only embeddings and head train in the first steps
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Grouping:
+        """Return the grouping of a recipe."""
+        lora = config.model.lora
+        train = config.train
+        loraplus = 1.0 if lora is None else lora.loraplus_lr_ratio
+        return cls(train.head_lr_ratio, loraplus, train.only is not None)
+
+
+UNIFORM = Grouping()
+
+
 def parameter_groups(
-    model: nn.Module,
-    weight_decay: float,
-    use_muon: bool = False,
-    head_lr_ratio: float = 1.0,
-    embeddings_apart: bool = False,
-    loraplus_lr_ratio: float = 1.0,
+    model: nn.Module, weight_decay: float, use_muon: bool = False, grouping: Grouping = UNIFORM
 ) -> list[ParameterGroup]:
     """Return the optimizer's groups. Biases and norm gains (fewer than two dimensions) do not decay.
 
@@ -362,10 +378,8 @@ def parameter_groups(
         model: a causal LM, partitioned under ZeRO-3.
         weight_decay: decay of matrices.
         use_muon: put the matrices that Muon trains in a group before the others.
-        head_lr_ratio: unless it is 1, the head's weights are in separate groups with this `ratio`.
-        embeddings_apart: put embeddings and head in separate groups before the others, with `embedding` true.
-        loraplus_lr_ratio: the same for the adapters' B and all vectors, as PEFT's create_loraplus_optimizer
-            groups them. Adapters of embeddings keep the learning rate.
+        grouping: unless a ratio is 1, its parameters are in separate groups with this `ratio`. Embeddings and
+            head that are apart are in groups before the others, with `embedding` true.
 
     Raises UserError for a model that Muon cannot train.
     """
@@ -383,13 +397,13 @@ def parameter_groups(
         groups.append({"params": fixed, "weight_decay": 0.0})
     else:
         groups.append({"params": parameters, "weight_decay": weight_decay if decaying else 0.0})
-    if not head_lr_ratio == loraplus_lr_ratio == 1:
+    if not grouping.head_lr_ratio == grouping.loraplus_lr_ratio == 1:
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         faster = (p for name, p in model.named_parameters() if ".lora_B." in name or _dimensions(p) < 2)
-        ratios = {id(p): loraplus_lr_ratio for p in faster}
-        ratios |= {id(p): head_lr_ratio for p in head.parameters()}
+        ratios = {id(p): grouping.loraplus_lr_ratio for p in faster}
+        ratios |= {id(p): grouping.head_lr_ratio for p in head.parameters()}
         groups = _split_groups(groups, lambda p: ratios.get(id(p), 1.0), "ratio")
-    if embeddings_apart:
+    if grouping.embeddings_apart:
         chosen = embedding_ids(model)
         groups = _split_groups(groups, lambda p: id(p) in chosen, "embedding")
         groups.sort(key=lambda group: not group["embedding"])

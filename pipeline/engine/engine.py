@@ -27,7 +27,17 @@ from ..control.world import World, gather_objects
 from ..loss import TopK
 from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, WEIGHTS, MicroBatch, sum_by_document
 from .average import AVERAGED, WeightAverage, local_values
-from .ds_config import EIGHT_BIT, DsConfig, build_8bit, build_muon, import_muon, parameter_groups, zero_stage
+from .ds_config import (
+    EIGHT_BIT,
+    UNIFORM,
+    DsConfig,
+    Grouping,
+    build_8bit,
+    build_muon,
+    import_muon,
+    parameter_groups,
+    zero_stage,
+)
 from .freezing import Freezing
 from .pace import OwnTime
 from .sequence import cut_bounds
@@ -48,9 +58,7 @@ class Engine:
         ds_config: DsConfig,
         world: World,
         compiled: bool = False,
-        head_lr_ratio: float = 1.0,
-        loraplus_lr_ratio: float = 1.0,
-        freezes: bool = False,
+        grouping: Grouping = UNIFORM,
         only_steps: int | None = None,
     ) -> None:
         """Initialise DeepSpeed; all ranks must call.
@@ -60,10 +68,8 @@ class Engine:
             ds_config: the resolved DeepSpeed configuration.
             world: this process among the ranks.
             compiled: compile the model (ZeRO-1, 2) or each of its layers (ZeRO-3).
-            head_lr_ratio: learning rate of the output head over the rate of other weights.
-            loraplus_lr_ratio: learning rate of the adapters' B over that of A.
-            freezes: train only embeddings and head in the first steps.
-            only_steps: number of these steps, or None for all.
+            grouping: parts of the model that the optimizer treats differently.
+            only_steps: number of steps in which only embeddings that are apart train, or None for all.
 
         Raises UserError for a model without layers that ZeRO-3 could compile.
         """
@@ -71,9 +77,7 @@ class Engine:
         self._stage = zero_stage(ds_config)
         settings = ds_config["optimizer"]["params"]
         uses_muon = ds_config["optimizer"]["type"] == "Muon"
-        groups = parameter_groups(
-            model, settings["weight_decay"], uses_muon, head_lr_ratio, freezes, loraplus_lr_ratio
-        )
+        groups = parameter_groups(model, settings["weight_decay"], uses_muon, grouping)
         # Part of a checkpoint's layout. DeepSpeed replaces the parameters in the groups by its own below.
         self.groups = [len(group["params"]) for group in groups]
         if not uses_muon or get_accelerator().device_name() == "cpu":
@@ -92,6 +96,7 @@ class Engine:
         )
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / settings["lr"] * group.get("ratio", 1.0) for group in groups]
+        freezes = grouping.embeddings_apart
         self.freezing = Freezing(self.model, self.ds.optimizer, only_steps) if freezes else None
         # It identifies the weights that adapters belong to.
         self.frozen = sum(gather_objects(frozen_sum(self.model, world.rank))) % 2**64

@@ -29,6 +29,7 @@ from emo.pipeline.engine import devices
 from emo.pipeline.engine import ds_config as ds_file
 from emo.pipeline.engine.ds_config import (
     REPORTS,
+    Grouping,
     build_8bit,
     check_deepspeed_host,
     deepspeed_config,
@@ -387,7 +388,7 @@ def test_the_same_parameters_decay_as_in_the_hf_trainer(name: str) -> None:
 def test_a_head_with_another_rate_has_a_separate_group(name: str, muon: bool) -> None:
     """OPT's head is tied to its embedding."""
     model = family(name)
-    groups = parameter_groups(model, 0.1, muon, head_lr_ratio=0.1)
+    groups = parameter_groups(model, 0.1, muon, Grouping(head_lr_ratio=0.1))
     (head,) = (group for group in groups if group["ratio"] == 0.1)
     assert head["params"] == [model.get_output_embeddings().weight] and head["weight_decay"] == 0.1
     plain = [id(p) for group in parameter_groups(model, 0.1, muon) for p in group["params"]]
@@ -405,7 +406,10 @@ def test_lora_plus_speeds_up_the_weights_that_peft_does(targets: Any) -> None:
         {id(p): group.get("ratio", group["lr"]) for group in groups for p in group["params"]}
         for groups in (
             expected.param_groups,
-            [{"lr": 1.0} | g for g in parameter_groups(model, 0.1, loraplus_lr_ratio=16.0)],
+            [
+                {"lr": 1.0} | g
+                for g in parameter_groups(model, 0.1, grouping=Grouping(loraplus_lr_ratio=16.0))
+            ],
         )
     ]
     assert rates[0].keys() == rates[1].keys() and {16.0, 1.0} == set(rates[1].values())
