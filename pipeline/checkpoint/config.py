@@ -16,7 +16,7 @@ class EarlyStopping(Section):
     """When a run ends before its last step."""
 
     metric: Metric = "nll"
-    """Metric of the validation sets: `loss`, `nll`, `demd` or `divergence`. `SET/nll` is that of one set.
+    """Metric of the validation sets: `loss`, `nll`, `demd` or `divergence`. `SET/nll` is the NLL of one set.
     `task:NAME` is the accuracy of checkpoints on a task of `emo watch`."""
     patience: int = Field(3, gt=0)
     """End the run after this many validations in a row without a new lowest value, or after this many scored
