@@ -25,7 +25,8 @@ class LoraConfig(Section):
     use_dora: bool = False
     """Also train the length of each row of the adapted weights (DoRA). Each step takes longer."""
     loraplus_lr_ratio: float = Field(1.0, gt=0, le=1e3)
-    """Learning rate of the adapters' B and of DoRA's lengths divided by the rate of A (LoRA+). A usual value is 16."""
+    """Learning rate of the adapters' B and of DoRA's lengths divided by the rate of A (LoRA+). A usual value
+    is 16."""
     base_dtype: Literal["nf4"] | None = None
     """Store the frozen linear layers in 4 bits (QLoRA), for ZeRO-1 and 2. The default is model.dtype."""
     path: str | None = None
