@@ -265,9 +265,8 @@ class Trainer:
         if world.sequence > 1:
             share_rows(world)
         with self.console.compiling():
-            partitioned = HfDeepSpeedConfig(
-                ds_config
-            )  # while it lives transformers builds models partitioned
+            # While it exists, transformers partitions the models that it builds.
+            partitioned = HfDeepSpeedConfig(ds_config)
             model = build_model(config, self.losses)
             teacher = add_teacher(model, config, ds_config, world, packed(manifests))
             options = (config.model.compile, Grouping.of(config), config.train.only_steps)

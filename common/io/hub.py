@@ -1,11 +1,14 @@
-"""Downloads of models and tokenizers from the Hub."""
+"""Names and downloads of repositories on the Hub."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ..errors import UserError
 from .weights import explain_hub_error
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
 
 def hub_directory(name: str, revision: str | None, subject: str, code: str, **patterns: list[str]) -> Path:

@@ -30,9 +30,8 @@ CONTEXT_KEYS = ["max_position_embeddings", "n_positions", "max_seq_len", "max_se
 CONTEXT_KEYS += ["model_max_length"]
 # Attention masks in old checkpoints, which models now compute.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
-
-
-BLOCKS = 1024  # parts of a file of weights that `sampled_digest` reads
+# Parts of each file of weights that `sampled_digest` reads, and bytes of a part.
+BLOCKS = 1024
 BLOCK_BYTES = 1 << 14
 
 

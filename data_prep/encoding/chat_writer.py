@@ -256,20 +256,39 @@ class ChatWriter:
                 row = json.loads(chat.messages)[indices[answer.number]]
                 content = _find_content(row, message, _without_end_token(text, self.template))
             weights = asked.by_character(len(text), *content)
-            factor = self.template.reasoning_weight
-            # Two keys may have the same reasoning.
-            for thought in dict.fromkeys(map(str.strip, reasoning_of(message))) if factor != 1 else ():
-                start = _find_thought(thought, text) if thought else 0
-                if start is None:
-                    if self.renderer.marked and thought in example.text[: answer.start]:
-                        continue  # the template marks it as having no loss
-                    if {*THOUGHTS} & {*self.left_out(chat, examples)}:
-                        continue  # such rows are counted or rejected
-                    raise RefusedError("response_not_found", CHANGED_REASONING)
-                inside = slice(start, start + len(thought))
-                weights[inside] = [factor * weight for weight in weights[inside]]
+            if self.template.reasoning_weight != 1:
+                prompt = example.text[: answer.start]
+                for start, stop in self._find_reasoning(message, text, prompt, chat, examples):
+                    inside = weights[start:stop]
+                    weights[start:stop] = [self.template.reasoning_weight * weight for weight in inside]
             answers.append(answer._replace(weights=weights))
         return example._replace(answers=tuple(answers))
+
+    def _find_reasoning(
+        self, message: Message, answer: str, prompt: str, chat: Chat, examples: list[ChatExample]
+    ) -> list[Span]:
+        """Return where an answer has the reasoning of its message. Raises RefusedError.
+
+        Args:
+            message: The message as the template gets it, with text as content.
+            answer: What the template writes for it.
+            prompt: The text before the answer.
+            chat: The chat of the message.
+            examples: All examples of the chat.
+        """
+        spans = []
+        for thought in dict.fromkeys(map(str.strip, reasoning_of(message))):  # two keys may have the same
+            if not thought:
+                continue
+            start = _find_thought(thought, answer)
+            if start is not None:
+                spans.append((start, start + len(thought)))
+                continue
+            is_marked_out = self.renderer.marked and thought in prompt  # the template gives it no loss
+            # Rows with fields that the template leaves out are counted or rejected elsewhere.
+            if not is_marked_out and not {*THOUGHTS} & {*self.left_out(chat, examples)}:
+                raise RefusedError("response_not_found", CHANGED_REASONING)
+        return spans
 
     # --- one answer ---------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_text
+from emo.common.io.hub import HUB_ID
 from emo.common.io.untrusted import read_bytes
 from emo.common.text import publishable
 
@@ -30,7 +31,6 @@ INDEX = "model-index"
 CARD_BYTES = 4 << 20
 OURS = "In-context classification (emo-pipeline)"  # identifies our entries of a model-index
 _FRONT = re.compile(r"\A(\ufeff?\s*---[ \t]*\r?\n)(.*?)(^---[ \t]*(?:\r?\n|\Z))", re.S | re.M)
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) -> None:
@@ -167,7 +167,7 @@ def _notes(figures: Figures) -> str:
 def _dataset(figures: Figures) -> str | None:
     """Return the hub id of a task's data set, or None."""
     name = (figures.rows["hub"] or {}).get("path", "")
-    return name if _REPOSITORY.fullmatch(name) else None
+    return name if HUB_ID.fullmatch(name) else None
 
 
 def _yaml(value: Any) -> str:

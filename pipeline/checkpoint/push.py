@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from emo.common.config.recipe import read_written
 from emo.common.errors import FailureError, UserError, iterate_causes, one_line
 from emo.common.io.files import write_text
+from emo.common.io.hub import HUB_ID
 from emo.common.io.weights import (
     ADAPTER,
     ADAPTER_FILE,
@@ -33,7 +33,6 @@ from ..control.run_dir import COMPLETE, EXPORT, EXPORT_INFO, HF, checkpoint_prob
 CARD = "README.md"
 # Files of an earlier upload that would be loaded instead of those of this one, or together with them.
 STALE = ["*.safetensors", "*.bin", "*.index.json", CONFIG, ADAPTER]
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def push_export(source: Path, repository: str, private: bool, revision: str | None) -> str:
@@ -151,7 +150,7 @@ def model_card(export: Path, name: str) -> str:
         config = dict(read_written(run_dir / layout.CONFIG))
     origin = str(info.get("origin") or config.get("model", {}).get("path") or "")
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if _HUB_ID.fullmatch(origin) and not Path(origin).exists():
+    if HUB_ID.fullmatch(origin) and not Path(origin).exists():
         front.append(f"base_model: {origin}")
     base = f"Base model: {markdown(publishable(origin))}." if origin and origin != "new" else "A new model."
     lines = [*front, "---", f"# {markdown(name)}", "", base]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class Freezing:
     def _hide(self, gradient: Tensor) -> Tensor | None:
         return torch.zeros_like(gradient) if self.active else None
 
-    def _count(self, change: Any) -> None:
+    def _count(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change AdamW's count of steps of each frozen parameter."""
         states = getattr(self._optimizer, "optimizer", self._optimizer).state
         for group, parameter in self._flat_parameters():
