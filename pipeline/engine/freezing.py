@@ -31,7 +31,7 @@ class Freezing:
     def __init__(self, model: nn.Module, optimizer: Any, steps: int | None) -> None:
         """Prepare a model and its DeepSpeed optimizer with the groups of `parameter_groups`.
 
-        steps: number of steps from the first step of the run. None: all.
+        steps: The number of steps to freeze, from the first step of the run. None: all.
         """
         self.active = False
         self._optimizer = optimizer

@@ -141,7 +141,7 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
         info = read_export_info(directory)
     if info and (found := info.get("base_dtype")) != config.base_dtype:
         problem += f" was trained with model.lora.base_dtype={found or 'null'}"
-        raise UserError(f"{problem}. Set the same", code="adapter")
+        raise UserError(f"{problem}. Set the same value", code="adapter")
     needed = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in adapter_tensors(model)}
     if different := sorted(stored.items() ^ needed.items()):
         name, shape = different[0]

@@ -44,7 +44,13 @@ class TaskScores:
     """The scores that a run has taken, the same on all ranks."""
 
     def __init__(self, run_dir: Path, metrics: Sequence[str | None], world: World) -> None:
-        """Create it without scores. metrics: of selection; those of tasks begin with `task:`."""
+        """Start without scores.
+
+        Args:
+            run_dir: The run directory.
+            metrics: The metrics that the run chooses by. Those of tasks begin with `task:`.
+            world: This process among the ranks.
+        """
         names = (metric.removeprefix(TASK) for metric in metrics if metric and metric.startswith(TASK))
         self.tasks = list(dict.fromkeys(names))
         self._run_dir = run_dir
@@ -57,8 +63,8 @@ class TaskScores:
         """Take the scores that have arrived; all ranks must call.
 
         Args:
-            step: of the save point.
-            final: whether this is the choice of the checkpoint to export.
+            step: The step of the save point.
+            final: Whether the run now chooses the checkpoint to export.
 
         Raises FailureError on all ranks if the decision cannot be recorded.
         """
