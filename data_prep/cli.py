@@ -13,11 +13,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the pa
 
 from emo.common.cli.commands import Parser, add_recipe, announce, parse_arguments, parse_shard
 from emo.common.cli.progress import make_console
-from emo.common.config.recipe import Section
+from emo.common.cli.submit import apply_job, submit_array
+from emo.common.config.recipe import Section, read_recipe
 from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
 from emo.common.text import counted, printable
 
 from .config import DataConfig, load_data_config
+
+SCHEDULERS = ("ray", "slurm", "kubernetes")
 
 
 def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> int:
@@ -85,21 +88,21 @@ def _add_prepare(commands: Any, section: type[Section]) -> None:
     add = add_recipe(parser, section)
     text = "make only the shards of job I of N, counted from 0. Every job must finish, in any order"
     add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=text)
-    # A batch system may allow fewer CPUs than the machine has.
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add("--workers", type=_positive, default=cpus, metavar="N", help="number of processes (all CPUs)")
+    add("--workers", type=_positive, metavar="N", help="number of processes (all CPUs)")
     add("--finish", action="store_true", help="only write the manifests of existing shards")
     add("--force", action="store_true", help="delete the prepared data and start from scratch")
+    text = "run as tasks of Ray, at RAY_ADDRESS or on this machine, or submit a Slurm or Kubernetes job"
+    add("--on", choices=SCHEDULERS, help=text)
+    text = "number of jobs of --on slurm or --on kubernetes (%(default)s)"
+    add("--jobs", type=_positive, default=4, metavar="N", help=text)
+    text = "kustomize directory of --on kubernetes, for example a copy of launch/k8s/overlays/cluster"
+    add("--overlay", type=Path, metavar="DIR", help=text)
 
 
 def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
     """Run the chosen command. Each imports its modules after it has printed its first line."""
     if args.command == "prepare":
-        config = load_data_config(args.recipe, args.overrides, recipe)
-        announce(args.recipe)
-        from .prepare import prepare
-
-        prepare(config, args.shard, args.workers, args.force, args.finish, _say)
+        _prepare(args, load_data_config(args.recipe, args.overrides, recipe))
     elif args.command == "inspect":
         announce(args.directory)
         from .shards.inspect import inspect
@@ -130,6 +133,50 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 
         world.write_tasks(args.directory, args.train, args.test)
     return ExitCode.DONE
+
+
+def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
+    """Run one job here, or all jobs on a scheduler."""
+    if args.on is not None and (args.shard != (0, 1) or args.finish):
+        raise UserError("--on makes all shards. Remove --shard and --finish", code="options-clash")
+    if args.on in ("slurm", "kubernetes"):
+        _submit(args, config)
+        return
+    announce(args.recipe)
+    # A batch system may allow fewer CPUs than the machine has.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = args.workers or cpus
+    if args.on == "ray":
+        from .on_ray import prepare_on_ray
+
+        prepare_on_ray(config, workers, args.force, _say)
+    else:
+        from .prepare import prepare
+
+        prepare(config, args.shard, workers, args.force, args.finish, _say)
+
+
+def _submit(args: argparse.Namespace, config: DataConfig) -> None:
+    """Submit the jobs of a preparation to Slurm or Kubernetes."""
+    if args.force:
+        raise UserError(
+            f"--force with --on {args.on} would discard the shards of other jobs. Delete {config.dir} first",
+            code="force-with-shard",
+        )
+    if args.on == "slurm":
+        words = [str(args.recipe), *args.overrides]
+        array, last = submit_array("prepare.sbatch", words, args.jobs, args.workers)
+        _say(f"submitted: job {array} of {counted(args.jobs, 'task')}, then job {last} completes the data")
+        _say(f"train after it: sbatch --dependency afterok:{last} launch/slurm/train.sbatch ...")
+        return
+    if args.overlay is None:
+        raise UserError("--on kubernetes needs --overlay DIR", code="option-needs")
+    import yaml
+
+    text = yaml.safe_dump(read_recipe(args.recipe, args.overrides), sort_keys=False)
+    name = apply_job(args.overlay, "prepare", text, args.jobs)
+    _say(f"applied: job {name}, {counted(args.jobs, 'pod')}")
+    _say(f"wait for it: kubectl wait --for condition=complete --timeout=-1s job/{name}")
 
 
 def _say(line: str) -> None:

@@ -122,7 +122,7 @@ OF_ALL = (*SHARED, HASHES, f".*{PART}")
 Say = Callable[[str], None]
 
 
-class _Loaded(NamedTuple):
+class LoadedPlan(NamedTuple):
     """A finished plan, and what is needed to make its shards."""
 
     plan: Plan
@@ -131,7 +131,13 @@ class _Loaded(NamedTuple):
 
 
 def prepare(
-    config: DataConfig, shard: tuple[int, int], workers: int, force: bool, finish: bool, say: Say
+    config: DataConfig,
+    shard: tuple[int, int],
+    workers: int,
+    force: bool,
+    finish: bool,
+    say: Say,
+    kind: type[Preparation] | None = None,
 ) -> None:
     """Make the shards of one job, and all files that they need. Raises UserError.
 
@@ -142,6 +148,7 @@ def prepare(
         force: discard prepared data and start over.
         finish: make no shards, only write the manifests.
         say: prints a line for the user.
+        kind: the class of the job, if other processes do its work.
     """
     if force and shard[1] > 1:
         raise UserError(
@@ -149,7 +156,7 @@ def prepare(
             code="force-with-shard",
         )
     claim_directory(config.dir, MARKER, NOTE, "data.dir")
-    job = Preparation(config, workers, say)
+    job = (kind or Preparation)(config, workers, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk(config.dir))
         with job.lock_planning():
@@ -295,11 +302,15 @@ class Preparation:
 
         first: where to begin, see `Scan.run`. alone: no other job can finish the plan, which is made again.
         """
-        chat = read_chat_template(self.config, self.new)
-        scan = Scan(self.config, planned_inputs(self.config), chat, self.new / SCAN)
         plan = self.config.dir / PLAN
+        scan = self.open_scan()
         scan.run(first, self.workers, lambda: not alone and plan.is_file(), self.say)
         return scan
+
+    def open_scan(self) -> Scan:
+        """Return the scan of the sources, whose settings are in `.new`."""
+        chat = read_chat_template(self.config, self.new)
+        return Scan(self.config, planned_inputs(self.config), chat, self.new / SCAN)
 
     def make_plan(self, scan: Scan) -> None:
         """Make the plan of the scanned rows and publish it with its files.
@@ -388,7 +399,7 @@ class Preparation:
 
     # --- shards -------------------------------------------------------------------------------------------
 
-    def load(self, hashes: Hashes) -> _Loaded:
+    def load(self, hashes: Hashes) -> LoadedPlan:
         """Return the plan, its sources and its tokenizer. Raises UserError if the recipe has others."""
         config = self.config
         check_settings(config, config.dir)
@@ -400,7 +411,7 @@ class Preparation:
             ) from None
         sources = check_inputs(config, plan, hashes)
         check_tokenizer(config, plan)
-        return _Loaded(plan, sources, read_tokenizer(config.dir / TOKENIZER)[0])
+        return LoadedPlan(plan, sources, read_tokenizer(config.dir / TOKENIZER)[0])
 
     def find_missing(self, hashes: Hashes, job: tuple[int, int]) -> list[int]:
         """Return the shards of a job that are missing, or differ from their note, manifest or hash.
@@ -429,8 +440,8 @@ class Preparation:
                     missing.append(split_number * config.shards + number)
         return missing
 
-    def make_shards(self, loaded: _Loaded, shards: list[int], hashes: Hashes) -> None:
-        """Make shards, which are counted through all splits."""
+    def make_shards(self, loaded: LoadedPlan, shards: list[int], hashes: Hashes) -> list[ShardInfo]:
+        """Make shards, which are counted through all splits, and return their notes."""
         plan = loaded.plan
         config = self.config
         if loaded.sources.problem:
@@ -456,13 +467,22 @@ class Preparation:
         ):
             encoded = _report_progress(pool.map(parts()), row_size, advance)
             began = time.perf_counter()
-            tokens = 0
+            infos = []
             for shard, sequences in _group_by_shard(shards, encoded):
                 check = ShardCheck(plain, config, encode.chat)
-                tokens += self._write_shard(plan, shard, encode, sequences, check, hashes).tokens
-            seconds = time.perf_counter() - began
-            rate = f"{counted(tokens, 'token')} in {seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s"
-            self.say(f"shards made: {len(shards)}, {rate}")
+                infos.append(self._write_shard(plan, shard, encode, sequences, check, hashes))
+        self.say_rate(infos, time.perf_counter() - began)
+        return infos
+
+    def say_shard(self, info: ShardInfo) -> None:
+        """Print a line about a new shard."""
+        self.say(f"{info.split}/{info.file}: {counted(info.rows, 'row')}, {counted(info.tokens, 'token')}")
+
+    def say_rate(self, infos: list[ShardInfo], seconds: float) -> None:
+        """Print how fast shards were made."""
+        tokens = sum(info.tokens for info in infos)
+        rate = f"{counted(tokens, 'token')} in {seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s"
+        self.say(f"shards made: {len(infos)}, {rate}")
 
     def _write_shard(
         self,
@@ -481,9 +501,7 @@ class Preparation:
         info = write_shard(directory, shard % config.shards, config, dtype, sequences, check, quota)
         path = directory / info.file
         hashes.remember(path, signature(path), info.sha256)
-        self.say(
-            f"{directory.name}/{info.file}: {counted(info.rows, 'row')}, {counted(info.tokens, 'token')}"
-        )
+        self.say_shard(info)
         return info
 
     # --- manifests ----------------------------------------------------------------------------------------

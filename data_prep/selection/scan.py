@@ -201,9 +201,9 @@ class Scan:
             while left:
                 holder = ""  # of a unit that another job is scanning
                 for unit in left:
-                    if not (self._is_complete(unit) or ended()):
+                    if not (self.is_complete(unit) or ended()):
                         holder = self._try_unit(unit, pool, ended, advance) or holder
-                left = [unit for unit in left if not (self._is_complete(unit) or ended())]
+                left = [unit for unit in left if not (self.is_complete(unit) or ended())]
                 if left and holder:
                     if not waiting:
                         waiting = True
@@ -219,11 +219,11 @@ class Scan:
         with hold_if_free(lease) as free:
             if not free:
                 return str(lease.holder() or "one that has just begun")
-            if not (self._is_complete(unit) or ended()):
+            if not (self.is_complete(unit) or ended()):
                 self.make_part(unit, pool, advance)
         return ""
 
-    def _is_complete(self, unit: Unit) -> bool:
+    def is_complete(self, unit: Unit) -> bool:
         """Return whether the part of a unit exists, made from the current sources."""
         if unit.number not in self.parts:
             part = read_part(self._path(unit), self._keys[unit.number])

@@ -1,0 +1,157 @@
+"""`prepare --on ray`: each unit of the scan and each shard is a task that Ray places, runs and repeats.
+
+The process that starts the tasks makes the plan and the manifests. Tasks hold no leases. They communicate by
+files in the directory of the data, like all jobs, so that a later job of any kind continues their work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from emo.common.cli.progress import progress
+from emo.common.errors import FailureError, UserError, one_line
+from emo.common.io.files import Hashes
+from emo.common.parallel import WorkerPool, set_environment
+
+from .config import DataConfig
+from .prepare import HASHES, LoadedPlan, Preparation, Say, prepare
+from .selection.scan import Scan, scanner
+from .shards.format import ShardInfo
+
+RETRIES = 20  # of a task whose process or node died, or which met a failure that may pass
+STORE_BYTES = 80 << 20  # memory for results of a local cluster, which are small
+
+
+def prepare_on_ray(config: DataConfig, workers: int, force: bool, say: Say) -> None:
+    """Make all shards with tasks of Ray.
+
+    Args:
+        config: the data section of the recipe.
+        workers: CPUs of a local cluster.
+        force: discard prepared data and start over.
+        say: prints a line for the user.
+    """
+    # Nodes have other working directories.
+    config = config.model_copy(update={"dir": config.dir.absolute(), "root": config.root.absolute()})
+    with ray_cluster(workers):
+        prepare(config, (0, 1), workers, force, False, say, RayPreparation)
+
+
+@contextlib.contextmanager
+def ray_cluster(workers: int) -> Iterator[None]:
+    """Connect to the cluster at RAY_ADDRESS for a block, or start one of `workers` CPUs on this machine."""
+    try:
+        import ray
+    except ImportError:
+        raise UserError("--on ray needs a package. Run: pip install ray", code="missing-extra") from None
+
+    address = os.environ.get("RAY_ADDRESS")
+    local: dict[str, Any] = {
+        "num_cpus": workers,
+        "object_store_memory": STORE_BYTES,
+        "include_dashboard": False,
+    }
+    with set_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+        try:
+            options = {} if address else local
+            ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **options)
+        except ConnectionError as error:
+            raise FailureError(
+                f"RAY_ADDRESS={address} cannot be reached ({one_line(error)}). Correct or unset it",
+                code="unreachable",
+            ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class RayPreparation(Preparation):
+    """A preparation whose units and shards are tasks of the connected cluster."""
+
+    def scan(self, first: float, alone: bool = False) -> Scan:
+        """Make the missing parts of all units. The arguments concern other jobs, which tasks do not need."""
+        scan = self.open_scan()
+        left = [unit.number for unit in scan.units if not scan.is_complete(unit)]
+        done = 0
+        with progress("reading", sum(scan.units[number].size for number in left), self.say) as advance:
+            for number, _ in self._run_tasks(_make_part, left):
+                done += scan.units[number].size
+                advance(done)
+        missing = [unit.number for unit in scan.units if not scan.is_complete(unit)]
+        if missing:
+            raise FailureError(
+                f"part {missing[0]} of the sources is not in {self.new}. Set a data.dir that all nodes share",
+                code="not-shared",
+            )
+        return scan
+
+    def make_shards(self, loaded: LoadedPlan, shards: list[int], hashes: Hashes) -> list[ShardInfo]:
+        began = time.perf_counter()
+        infos = []
+        for _, info in self._run_tasks(_make_shard, shards):
+            self.say_shard(info)
+            infos.append(info)
+        self.say_rate(infos, time.perf_counter() - began)
+        return infos
+
+    def _run_tasks(
+        self, function: Callable[[str, int], Any], numbers: Iterable[int]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield each number with the result of its task, as they end. Raises UserError of a task."""
+        import ray
+
+        again: Any = [FailureError, OSError]
+        options: dict[str, Any] = {"num_cpus": 1, "max_retries": RETRIES, "retry_exceptions": again}
+        task = ray.remote(scheduling_strategy="SPREAD", **options)(function)
+        config = self.config.model_dump_json()
+        waiting = {task.remote(config, number): number for number in numbers}
+        while waiting:
+            (done, *_), _ = ray.wait(list(waiting), num_returns=1)
+            try:
+                result = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayError as error:
+                raise FailureError(
+                    f"Ray gave up a task after {RETRIES} retries ({one_line(error)}). Run the command again",
+                    code="unreachable",
+                ) from None
+            yield waiting.pop(done), result
+
+
+@cache
+def _job(config: str) -> Preparation:
+    """Return the job of this process, by the JSON text of its configuration."""
+    return Preparation(DataConfig.model_validate_json(config), 1, lambda line: None)
+
+
+@cache
+def _scan(config: str) -> tuple[Scan, WorkerPool]:
+    scan = _job(config).open_scan()
+    return scan, WorkerPool(1, scanner, scan.config, scan.chat)
+
+
+@cache
+def _loaded(config: str) -> tuple[LoadedPlan, Hashes]:
+    job = _job(config)
+    hashes = Hashes(job.config.dir / HASHES)
+    return job.load(hashes), hashes
+
+
+def _make_part(config: str, number: int) -> None:
+    """In a task: make the part of a unit."""
+    scan, pool = _scan(config)
+    scan.make_part(scan.units[number], pool, lambda count: None)
+
+
+def _make_shard(config: str, shard: int) -> ShardInfo:
+    """In a task: make a shard."""
+    loaded, hashes = _loaded(config)
+    (info,) = _job(config).make_shards(loaded, [shard], hashes)
+    return info

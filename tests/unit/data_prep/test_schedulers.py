@@ -1,0 +1,167 @@
+"""`prepare --on`: what Slurm and Kubernetes are given, and the bytes that tasks of Ray make."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from emo.data_prep.cli import main
+from emo.data_prep.config import DataConfig
+from emo.data_prep.on_ray import prepare_on_ray
+from emo.data_prep.shards.format import TokenDataset
+from tests.campaigns.kubernetes import Document, installed_kustomize, problems, render
+from tests.conftest import REPO
+from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
+from tests.helpers.refusals import refused
+
+OVERLAY = REPO / "launch/k8s/overlays/cluster"
+# A stand-in for sbatch that runs the jobs of an array at once, as this user, and gives them numbers.
+SBATCH = """#!/bin/bash
+echo "$@" >> "$STAND_IN_CALLS"
+while [ $# -gt 0 ]; do
+    case $1 in
+        --array) array=$2; shift ;;
+        --dependency | --cpus-per-task) shift ;;
+        --*) ;;
+        *) break ;;
+    esac
+    shift
+done
+export SLURM_ARRAY_TASK_MIN=${array%-*} SLURM_CPUS_PER_TASK=1 SLURM_SUBMIT_DIR=$PWD
+export SLURM_ARRAY_TASK_COUNT=$((${array#*-} - SLURM_ARRAY_TASK_MIN + 1))
+for ((i = SLURM_ARRAY_TASK_MIN; i <= ${array#*-}; i++)); do
+    SLURM_ARRAY_TASK_ID=$i bash "$@" > /dev/null || exit
+done
+echo "$((16 + $(wc -l < "$STAND_IN_CALLS")));cluster"
+"""
+
+
+def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
+    """Put commands before all others."""
+    for name, text in commands.items():
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    path = f"{directory}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("STAND_IN_CALLS", str(directory / "calls"))
+
+
+def recipe_in(root: Path) -> Path:
+    recipe = root / "recipe.yaml"
+    data = {"dir": str(root / "out"), "root": str(root), "tokenizer": str(tiny_tokenizer())}
+    data |= {"sequence_len": 64, "sources": [{"files": "a.jsonl"}]}
+    recipe.write_text(yaml.safe_dump({"data": data}))
+    return recipe
+
+
+def test_slurm_gets_an_array_and_the_job_that_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(60))
+    stand_in(tmp_path, monkeypatch, sbatch=SBATCH)
+    recipe = str(recipe_in(tmp_path))
+    options = ["prepare", recipe, "data.shards=2", "--on", "slurm", "--jobs", "2", "--workers", "3"]
+    assert main(options) == 0
+    first, second = (tmp_path / "calls").read_text().splitlines()
+    script = f"{REPO}/launch/slurm/prepare.sbatch {recipe} data.shards=2"
+    assert first == f"--parsable --array 0-1 --cpus-per-task 3 {script}"
+    after = "--parsable --dependency afterok:17 --kill-on-invalid-dep=yes --array 0 --cpus-per-task 1"
+    assert second == f"{after} {script} --finish"
+    assert "job 17 of 2 tasks, then job 18" in capsys.readouterr().out
+    assert len(TokenDataset(tmp_path / "out/train").manifest.shards) == 2
+
+
+def test_what_slurm_rejects_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["prepare", str(recipe_in(tmp_path)), "--on", "slurm"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(command) == 2
+    stand_in(tmp_path, monkeypatch, sbatch="#!/bin/sh\necho 'invalid account' >&2\nexit 1\n")
+    assert main(command) == 1
+    for options, code in (
+        (["--force"], "force-with-shard"),
+        (["--shard", "0/2"], "options-clash"),
+        (["--finish"], "options-clash"),
+    ):
+        assert main([*command, *options]) == 2
+        assert f"[{code}]" in capsys.readouterr().err.splitlines()[-1]
+    assert main([*command[:2], "--on", "kubernetes"]) == 2
+
+
+def test_kubernetes_gets_a_job_with_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pods of the overlay, so many of them, and the recipe with its overrides in a config map."""
+    kustomize = installed_kustomize()
+    if kustomize is None:
+        pytest.skip("needs kustomize or kubectl")
+    (tmp_path / "rendered.yaml").write_text(yaml.safe_dump_all(render(OVERLAY, kustomize)))
+    kubectl = (
+        f"#!/bin/sh\n[ $1 = kustomize ] && exec cat {tmp_path}/rendered.yaml\ncat > {tmp_path}/applied\n"
+    )
+    stand_in(tmp_path, monkeypatch, kubectl=f"#!/bin/sh\n{kubectl}")
+    options = ["--on", "kubernetes", "--jobs", "3", "--overlay", str(OVERLAY)]
+    assert main(["prepare", str(recipe_in(tmp_path)), "data.shards=6", *options]) == 0
+    applied: list[Document] = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
+    (job,) = (tree for tree in applied if tree["kind"] == "Job")
+    (settings,) = (tree for tree in applied if tree["metadata"]["name"] == "emo-prepare-recipe")
+    assert yaml.safe_load(settings["data"]["recipe.yaml"])["data"]["shards"] == 6
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
+    assert {"ConfigMap", "PersistentVolumeClaim", "NetworkPolicy"} <= {tree["kind"] for tree in applied}
+    others = [tree for tree in render(OVERLAY, kustomize) if tree["metadata"]["name"] != "emo-prepare"]
+    (common,) = (tree for tree in others if tree["metadata"]["name"] == "emo-settings")
+    common["data"]["JOBS"] = "3"
+    assert problems([*others, job]) == []
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    values = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert values["RECIPE"] == "/recipe/recipe.yaml" and values["JOBS"] == "3" and values["OVERRIDES"] == ""
+
+
+# --- Ray --------------------------------------------------------------------------------------------------
+
+
+def many_units(root: Path, name: str, **data: Any) -> DataConfig:
+    """Each source is a unit, because it has a limit."""
+    for i in range(8):
+        write_jsonl(root / f"{i}.jsonl", texts(300, seed=i, sentences=20))
+    sources = [{"files": f"{i}.jsonl", "limit": 250} for i in range(8)]
+    common = {"sources": sources, "shards": 4, "validation_fraction": 0.2, "dedup": "near"}
+    return data_config(root, **(common | {"dir": str(root / name)} | data))
+
+
+def kill_one(prefix: str, killed: list[int]) -> None:
+    """Kill -9 the first process whose title begins with `prefix`."""
+    deadline = time.monotonic() + 60
+    while not killed and time.monotonic() < deadline:
+        for process in psutil.process_iter(["cmdline"]):
+            if (process.info["cmdline"] or [""])[0].startswith(prefix):
+                process.send_signal(signal.SIGKILL)
+                killed.append(process.pid)
+                break
+        time.sleep(0.005)
+
+
+def test_tasks_of_ray_make_the_same_bytes(tmp_path: Path) -> None:
+    """With a worker of two that is killed while it reads; an error of a task is one of the command."""
+    pytest.importorskip("ray", reason="needs ray")
+    run(many_units(tmp_path, "alone"))
+    killed: list[int] = []
+    thread = threading.Thread(target=kill_one, args=("ray::_make_part", killed))
+    thread.start()
+    config = many_units(tmp_path, "ray")
+    messages: list[str] = []
+    prepare_on_ray(config, 2, False, messages.append)
+    thread.join()
+    assert len(killed) == 1 and file_bytes(config.dir) == file_bytes(tmp_path / "alone")
+    assert not (config.dir / ".new").exists()
+    (tmp_path / "3.jsonl").write_text("{\n")
+    with refused("broken-row"):
+        prepare_on_ray(config.model_copy(update={"dir": tmp_path / "broken"}), 2, False, messages.append)
