@@ -16,6 +16,7 @@ from emo.common.cli.progress import make_console
 from emo.common.cli.submit import apply_job, submit_array
 from emo.common.config.recipe import Section, read_recipe
 from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
+from emo.common.io.objects import local_directory
 from emo.common.text import counted, printable
 
 from .config import DataConfig, load_data_config
@@ -40,7 +41,8 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
         "colour.",
         examples=["emo inspect runs/quickstart/data/pretrain --rows 1"],
     )
-    inspect.add_argument("directory", type=Path, metavar="DIR", help="prepared directory, or one split of it")
+    about = "prepared directory or its address, or one split of a directory"
+    inspect.add_argument("directory", type=_directory, metavar="DIR", help=about)
     inspect.add_argument("--rows", type=int, default=3, help="number of rows to show (%(default)s)")
     inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows (%(default)s)")
     verify = commands.add_parser(
@@ -51,7 +53,7 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
         examples=["emo verify runs/quickstart/data/pretrain"],
         notes={ExitCode.MISTAKE: "the data are damaged, or invalid input"},
     )
-    verify.add_argument("directory", type=Path, metavar="DIR", help="prepared directory, or one split of it")
+    verify.add_argument("directory", type=_directory, metavar="DIR", help=about)
     sniff = commands.add_parser(
         "sniff",
         description="Detect the format of a data file, show how three of its rows are parsed, and print the "
@@ -105,15 +107,19 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         _prepare(args, load_data_config(args.recipe, args.overrides, recipe))
     elif args.command == "inspect":
         announce(args.directory)
+        from .shards.format import copy_prepared
         from .shards.inspect import inspect
         from .shards.verify import data_sets
 
+        copy_prepared(args.directory)
         for split in data_sets(args.directory):
             inspect(split, args.rows, args.seed, make_console())
     elif args.command == "verify":
         announce(args.directory)
+        from .shards.format import copy_prepared
         from .shards.verify import verify
 
+        copy_prepared(args.directory)
         correct, faults = verify(args.directory)
         for line in correct:
             _say(line)
@@ -187,6 +193,13 @@ def _say(line: str) -> None:
         if error.errno != errno.ENOSPC:
             raise
         raise DiskFullError("no space left for standard output") from None
+
+
+def _directory(text: str) -> Path:
+    try:
+        return local_directory(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def _positive(text: str) -> int:

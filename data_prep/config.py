@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_serializer, field_validator, model_validator
 
 from emo.common.config.recipe import (
     KEYS,
@@ -29,6 +29,7 @@ from emo.common.config.recipe import (
     suggest_key,
 )
 from emo.common.errors import UserError, one_line
+from emo.common.io.objects import address_of, local_directory
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import context_length, reject_adapter
 
@@ -126,7 +127,8 @@ class DataConfig(Section):
     """The text to tokenize, how to tokenize it, and the directory of the shards."""
 
     dir: Path = mark("place")
-    """Directory of the prepared data. It must not contain other files."""
+    """Directory of the prepared data, or its address in an object store: s3://BUCKET/DIRECTORY. It must not
+    contain other files."""
     root: Path = mark("place", Path())
     """Directory that local files of the sources are relative to."""
     kind: Literal["text", "instruct"] = "text"
@@ -186,6 +188,16 @@ class DataConfig(Section):
     """Number of consecutive words that count as an overlap."""
     seed: int = 0
     """Seed of weighted subsampling and of the validation split."""
+
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _local_copy(cls, value: Any) -> Any:
+        """Return the local copy of a directory in a store."""
+        return str(local_directory(value)) if isinstance(value, str) else value
+
+    @field_serializer("dir", when_used="json")
+    def _address(self, directory: Path) -> str:
+        return address_of(directory) or str(directory)
 
     @field_validator("validation", mode="before")
     @classmethod

@@ -16,12 +16,13 @@ from typing import Any
 from emo.common.cli.progress import progress
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import Hashes
+from emo.common.io.objects import forget_listings
 from emo.common.parallel import WorkerPool, set_environment
 
 from .config import DataConfig
-from .prepare import HASHES, LoadedPlan, Preparation, Say, prepare
+from .prepare import LoadedPlan, Preparation, Say, prepare
 from .selection.scan import Scan, scanner
-from .shards.format import ShardInfo
+from .shards.format import HASHES, ShardInfo
 
 RETRIES = 20  # of a task whose process or node died, or which met a failure that may pass
 STORE_BYTES = 80 << 20  # memory for results of a local cluster, which are small
@@ -83,6 +84,7 @@ class RayPreparation(Preparation):
             for number, _ in self._run_tasks(_make_part, left):
                 done += scan.units[number].size
                 advance(done)
+        forget_listings()
         missing = [unit.number for unit in scan.units if not scan.is_complete(unit)]
         if missing:
             raise FailureError(
@@ -128,7 +130,9 @@ class RayPreparation(Preparation):
 @cache
 def _job(config: str) -> Preparation:
     """Return the job of this process, by the JSON text of its configuration."""
-    return Preparation(DataConfig.model_validate_json(config), 1, lambda line: None)
+    job = Preparation(DataConfig.model_validate_json(config), 1, lambda line: None)
+    job.refresh()
+    return job
 
 
 @cache
@@ -140,6 +144,7 @@ def _scan(config: str) -> tuple[Scan, WorkerPool]:
 @cache
 def _loaded(config: str) -> tuple[LoadedPlan, Hashes]:
     job = _job(config)
+    job.refresh()
     hashes = Hashes(job.config.dir / HASHES)
     return job.load(hashes), hashes
 

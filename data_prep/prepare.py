@@ -37,12 +37,15 @@ from emo.common.io.files import (
     claim_directory,
     find_foreign_files,
     full_disk,
+    list_files,
     remove_abandoned,
     remove_matching,
     signature,
     write_text,
 )
 from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
+from emo.common.io.mirror import copy_missing, refresh, upload
+from emo.common.io.objects import address_of, describe_recently, in_store
 from emo.common.parallel import WorkerPool
 from emo.common.text import counted
 
@@ -76,7 +79,7 @@ from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import SPILL, select
 from .selection.token_limit import limit_tokens
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
-from .shards.format import MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
+from .shards.format import HASHES, MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
 from .shards.reencode import PlainEncoder, ShardCheck
 from .shards.scores import ABOUT, BEGUN, HASH, SCORES
 from .shards.write import (
@@ -98,7 +101,6 @@ from .sources.rows import plain_text, take
 
 MARKER = "data_prep.json"
 GRAMS = "grams.npz"
-HASHES = "hashes.json"
 OVERLAP = "contamination.json"
 NEW = ".new"  # the directory of planning jobs
 SCAN = "scan"  # in .new: the parts of the scan
@@ -118,6 +120,9 @@ OF_SCORES = tuple(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{H
 SPLITS = (TRAIN, VALIDATION, f"{VALIDATION}-*")
 OF_SPLITS = tuple(f"{split}/{name}" for split in SPLITS for name in (*OF_SPLIT, *OF_SCORES))
 OF_ALL = (*SHARED, HASHES, f".*{PART}")
+# What a job reads of others, besides shards and parts.
+NOTES = tuple(f"{split}/{name}" for split in SPLITS for name in ("shard-*.json", MANIFEST, OVERLAP))
+READ = (*SHARED, *SET_UP, *NOTES)
 
 Say = Callable[[str], None]
 
@@ -160,6 +165,7 @@ def prepare(
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk(config.dir))
         with job.lock_planning():
+            job.refresh()
             if force or not (config.dir / PLAN).is_file():
                 job.begin(force)
             else:
@@ -168,6 +174,7 @@ def prepare(
         if not (config.dir / PLAN).is_file():
             scan = job.scan(shard[0] / shard[1])
             with job.lock_planning():
+                job.refresh()
                 if not (config.dir / PLAN).is_file():
                     if not (job.new / SETTINGS).is_file():  # a job died while it published the plan
                         job.set_up()
@@ -177,9 +184,10 @@ def prepare(
         missing = [] if finish else job.find_missing(hashes, shard)
         if missing:
             job.make_shards(loaded, missing, hashes)
+            job.refresh()
         sealed = [job.seal(loaded.plan, split, finish) for split in config.splits]
         if not missing and all(sealed):
-            say(f"{config.dir} is already prepared; nothing to do")
+            say(f"{job.name} is already prepared; nothing to do")
         elif not missing and not finish:
             say(f"all shards of job {shard[0]}/{shard[1]} exist")
         hashes.save()
@@ -187,7 +195,7 @@ def prepare(
     for split in config.splits:
         notes = list(job.read_notes(split).values())
         lost += [f"{split}: {line}" for line in describe_losses(config, split, notes)]
-    say(f"{config.dir}: cut or dropped: {'; '.join(lost) or 'nothing'}")
+    say(f"{job.name}: cut or dropped: {'; '.join(lost) or 'nothing'}")
 
 
 class Preparation:
@@ -198,6 +206,11 @@ class Preparation:
         self.workers = workers
         self.say = say
         self.new = config.dir / NEW
+        self.name = address_of(config.dir) or str(config.dir)
+
+    def refresh(self) -> None:
+        """Copy what other jobs have written to a store, except shards and parts of the scan."""
+        refresh(self.config.dir, READ)
 
     # --- planning -----------------------------------------------------------------------------------------
 
@@ -273,6 +286,7 @@ class Preparation:
                 reader.probe()
             if chat is not None and config.template in BUILT_IN:
                 set_chat_template(self.new / TOKENIZER, chat.text)
+            upload((self.new / TOKENIZER).glob("*"))
             tree = settings(config) | {"format": FORMAT}
             write_text(self.new / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
         except BaseException:
@@ -304,8 +318,12 @@ class Preparation:
         """
         plan = self.config.dir / PLAN
         scan = self.open_scan()
-        scan.run(first, self.workers, lambda: not alone and plan.is_file(), self.say)
+        scan.run(first, self.workers, lambda: not alone and self.is_there(plan), self.say)
         return scan
+
+    def is_there(self, path: Path) -> bool:
+        """Return whether a file exists or, if it belongs to a store, existed a moment ago."""
+        return path.is_file() if not in_store(path) else describe_recently(path) is not None
 
     def open_scan(self) -> Scan:
         """Return the scan of the sources, whose settings are in `.new`."""
@@ -321,6 +339,7 @@ class Preparation:
         say = self.say
         inputs = scan.inputs
         parts = [scan.parts[unit.number] for unit in scan.units]
+        copy_missing(part.path for part in parts)
         plan = select(config, inputs, parts, self.new / ROWS, self.workers, scan.first_fault)
         summary = plan.summary
         if scan.chat is not None:
@@ -376,12 +395,13 @@ class Preparation:
     def _publish(self) -> None:
         """Move the plan and its files from `.new` to the directory, in place of older data."""
         directory = self.config.dir
-        (directory / PLAN).unlink(missing_ok=True)  # first, as it makes the other files valid
+        remove_matching(directory, [PLAN])  # first, as it makes the other files valid
         remove_matching(directory, [f"{split}/{MANIFEST}" for split in SPLITS])
         remove_matching(directory, (*OF_SPLITS, *OF_ALL))
         for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(directory / name)
+                upload([directory / name, *list_files(directory / name)])
 
     def _encode_settings(self, plan: Plan, directory: Path) -> EncodeSettings:
         """Return the settings of encoding workers. `directory` holds the tokenizer and the n-grams."""
@@ -432,7 +452,8 @@ class Preparation:
                 path = directory / shard_name(number, config.shards)
                 info = read_note(directory, number, config.shards)
                 as_listed = info is not None and info == listed.get(path.name, info)
-                if info is not None and not (as_listed and hashes.sha256(path) == info.sha256):
+                same = in_store(path) or info is None or hashes.sha256(path) == info.sha256
+                if info is not None and not (as_listed and same):
                     self.say(f"{path} was changed since it was made; making it again")
                     info = None
                 overlap = overlap_path(directory, number, config.shards)
@@ -533,7 +554,7 @@ class Preparation:
             self._write_overlap(split)
         write_text(file, text)
         self.say(
-            f"{directory}: {counted(manifest.rows, 'row')} of {config.sequence_len}, "
+            f"{self.name}/{split}: {counted(manifest.rows, 'row')} of {config.sequence_len}, "
             f"{counted(manifest.tokens, 'token')}, {manifest.waste:.2%} padding"
         )
         return False

@@ -39,7 +39,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from emo.common.errors import FailureError, UserError, one_line
-from emo.common.io.lease import file_system_now, hold_if_free
+from emo.common.io.lease import hold_if_free
+from emo.common.io.lease_files import file_system_now
 from emo.common.io.weights import CONFIG, opened_files
 from emo.common.text import counted
 from emo.pipeline.control.run_dir import (

@@ -13,33 +13,48 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DiskFullError, UserError, one_line
-from .lease import file_system_now, marked_process_ended, process_mark
+from . import objects
+from .lease import marked_process_ended, process_mark
+from .lease_files import file_system_now
 
 PART = ".part"  # suffix of files that are being written
 ABANDONED = 86400.0  # seconds without a write until another machine's part file counts as abandoned
+THREADS = 16  # requests to a store at the same time
 TICK = 0.05  # seconds; longer than the time resolution of file systems
 
 
 @contextlib.contextmanager
-def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -> Iterator[IO[bytes]]:
+def part_file(path: Path, publish: Callable[[Path, Path], Any] | None = None) -> Iterator[IO[bytes]]:
     """Yield a hidden file next to `path` that replaces `path` if the block succeeds.
 
     The file's name identifies its process for `remove_abandoned`. Raises DiskFullError, and leaves no file
     behind, if the disk is full.
+
+    publish: gives the complete file its name. Path.replace keeps it out of the store that `path` belongs to.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{process_mark()}{PART}")
+    if objects.in_store(path):
+        path.parent.mkdir(parents=True, exist_ok=True)  # another host may have made the directory
     try:
         with full_disk(path), part.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            publish(part, path)
+            (publish or publish_file)(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def publish_file(part: Path, path: Path) -> None:
+    """Give a complete file its name, first in the object store that `path` belongs to, if any."""
+    if objects.in_store(path):
+        objects.upload(part, path)
+    part.replace(path)
 
 
 @contextlib.contextmanager
@@ -90,14 +105,27 @@ def replace_nonfinite(value: Any) -> Any:
 
 def write_once(path: Path, text: str) -> bool:
     """Write text to `path` unless it exists. Of several writers exactly one gets True."""
-    if path.exists():
+    if exists(path):
         return False
     try:
-        with part_file(path, lambda part, target: os.link(part, target)) as file:
+        with part_file(path, _publish_once) as file:
             file.write(text.encode())
     except FileExistsError:
         return False
     return True
+
+
+def _publish_once(part: Path, path: Path) -> None:
+    if objects.in_store(path):
+        objects.create(path, part.read_bytes())
+        part.replace(path)
+    else:
+        os.link(part, path)
+
+
+def exists(path: Path) -> bool:
+    """Return whether a file exists, in its store if it belongs to one."""
+    return objects.describe(path) is not None if objects.in_store(path) else path.is_file()
 
 
 def remove_abandoned(directory: Path) -> int:
@@ -131,14 +159,12 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
             reason = "cannot be written"
-        elif not (directory / marker).is_file():
+        elif not exists(directory / marker):
             other_marker = f".{marker}.*{PART}"  # another process is claiming the directory too
-            names = sorted(
-                p.name for p in directory.iterdir() if not fnmatch.fnmatchcase(p.name, other_marker)
-            )
+            names = sorted(n for n in _names_in(directory) if not fnmatch.fnmatchcase(n, other_marker))
             if not names:
                 write_once(directory / marker, note)
-            elif not (directory / marker).is_file():  # not claimed meanwhile
+            elif not exists(directory / marker):  # not claimed meanwhile
                 reason = f"is not empty ({names[0]} exists) and has no {marker}"
     except DiskFullError:
         raise
@@ -146,6 +172,13 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
         reason = f"cannot be written: {error.strerror or one_line(error)}"
     if reason:
         raise UserError(f"{setting}={directory} {reason}; set another {setting}", code="not-claimed")
+
+
+def _names_in(directory: Path) -> set[str]:
+    """Return the names of files and directories in a directory, of its store if it belongs to one."""
+    if objects.in_store(directory):
+        return {name.partition("/")[0] for name in objects.list_objects(directory)}
+    return {path.name for path in directory.iterdir()}
 
 
 def find_foreign_files(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
@@ -158,6 +191,9 @@ def remove_matching(directory: Path, patterns: Sequence[str]) -> None:
     paths = [path for path, matches in _match_files(directory, patterns) if matches]
     for path in paths:
         path.unlink(missing_ok=True)
+    if objects.in_store(directory):
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(objects.remove, paths))
     parents = {parent for path in paths for parent in path.parents if directory in parent.parents}
     for parent in sorted(parents, reverse=True):
         with contextlib.suppress(OSError):
@@ -165,17 +201,28 @@ def remove_matching(directory: Path, patterns: Sequence[str]) -> None:
 
 
 def _match_files(directory: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, bool]]:
-    """Yield all files and links below a directory, and whether each matches a pattern.
+    """Yield all files and links below a directory, also of its store, and whether each matches a pattern.
 
-    Links are not followed. A star does not match a slash.
+    Links are not followed.
     """
-    split = [pattern.split("/") for pattern in patterns]
+    paths = dict.fromkeys(list_files(directory))
+    if objects.in_store(directory):
+        paths |= dict.fromkeys(directory / name for name in objects.list_objects(directory))
+    return ((path, match_name(path.relative_to(directory).as_posix(), patterns)) for path in paths)
+
+
+def list_files(directory: Path) -> Iterator[Path]:
+    """Yield all files and links below a directory of this machine. Links are not followed."""
     for folder, names, files in os.walk(directory):
         links = [name for name in names if (Path(folder) / name).is_symlink()]
-        for path in (Path(folder) / name for name in sorted(files + links)):
-            parts = path.relative_to(directory).parts
-            same = (p for p in split if len(p) == len(parts))
-            yield path, any(all(map(fnmatch.fnmatchcase, parts, pattern)) for pattern in same)
+        yield from (Path(folder) / name for name in sorted(files + links))
+
+
+def match_name(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a relative name matches a pattern. A star does not match a slash."""
+    parts = name.split("/")
+    same = (pattern for each in patterns if len(pattern := each.split("/")) == len(parts))
+    return any(all(map(fnmatch.fnmatchcase, parts, pattern)) for pattern in same)
 
 
 Signature = tuple[int, ...]  # differs whenever a file's content may have changed
@@ -240,5 +287,5 @@ class Hashes:
             with contextlib.suppress(OSError):
                 if signature(Path(name)) == current and max(current[1:3]) <= now:
                     self._known[name] = current, digest
-        with contextlib.suppress(OSError):
-            write_text(self.cache, json.dumps(self._known, indent=1, sort_keys=True) + "\n")
+        with contextlib.suppress(OSError), part_file(self.cache, Path.replace) as file:
+            file.write((json.dumps(self._known, indent=1, sort_keys=True) + "\n").encode())

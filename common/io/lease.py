@@ -1,17 +1,16 @@
-"""Leases: mutual exclusion among processes on one or more machines that share a file system.
+"""Leases: mutual exclusion among processes on machines that share a file system or an object store.
 
     NAME.000002     a lease file with the process that holds NAME; the highest number counts
 
 A process takes a lease by creating the file with the next number, which exactly one process can do. This
 needs neither file locks nor atomic renames, which some shared file systems lack. The holder renews the file's
 time. A lease that is not renewed in time, or whose process on this machine has ended, is superseded by the
-next number. A released lease leaves an empty, old file, so that numbers are never reused.
+next number. A released lease leaves an old file without a holder, so that numbers are never reused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import json
 import os
@@ -22,6 +21,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from ..errors import UserError
+from .lease_files import RELEASED, LeaseFiles, lease_files
 
 SECONDS = 60.0  # until an unrenewed lease expires; it is renewed four times as often
 WRITING_SECONDS = 5.0  # until an empty lease file counts as abandoned
@@ -65,6 +67,7 @@ class Lease:
         self.seconds = seconds
         self.every = every or seconds / 4
         self.path: Path | None = None
+        self._files = lease_files(directory)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -73,36 +76,34 @@ class Lease:
 
         A thread renews the lease and calls `renewed` each time.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
         newest = self._newest()
-        if newest is not None and _is_alive(newest, self.seconds):
+        if newest is not None and _is_alive(self._files, newest, self.seconds):
             return False
-        number = 0 if newest is None else int(newest.suffix[1:])
-        path = self.directory / f"{self.name}.{number + 1:06d}"
+        number = 0 if newest is None else _number(newest)
+        name = f"{self.name}.{number + 1:06d}"
         try:
-            with path.open("x", encoding="utf-8") as file:
-                json.dump(Holder.current()._asdict(), file)
+            self._files.create(name, json.dumps(Holder.current()._asdict()))
         except FileExistsError:
             return False
-        if self._newest() != path:  # others took and cleared the number while this process slept
-            path.unlink(missing_ok=True)
+        if self._newest() != name:  # others took and cleared the number while this process slept
+            self._files.remove(name)
             return False
-        self.path = path
+        self.path = self.directory / name
         if newest is not None:
-            newest.unlink(missing_ok=True)
-        self._thread = threading.Thread(target=self._renew, args=(path, renewed), daemon=True)
+            self._files.remove(newest)
+        self._thread = threading.Thread(target=self._renew, args=(name, renewed), daemon=True)
         self._thread.start()
         return True
 
     def is_held(self) -> bool:
         """Return whether this process still holds the lease."""
-        return self.path is not None and self._newest() in (self.path, None)
+        return self.path is not None and self._newest() in (self.path.name, None)
 
     def holder(self) -> Holder | None:
         """Return the holder of the lease, or None if it cannot be read."""
         newest = self._newest()
         with contextlib.suppress(OSError):
-            return None if newest is None else _read_holder(newest)
+            return None if newest is None else _read_holder(self._files, newest)
         return None
 
     def release(self) -> None:
@@ -112,19 +113,17 @@ class Lease:
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(OSError):
-            os.truncate(self.path, 0)
-            os.utime(self.path, (0, 0))
+            self._files.clear(self.path.name)
         self.path = None
 
-    def _newest(self) -> Path | None:
-        paths = self.directory.glob(f"{glob.escape(self.name)}.[0-9]*")
-        numbered = (path for path in paths if path.suffix[1:].isdecimal())
-        return max(numbered, default=None, key=lambda path: int(path.suffix[1:]))
+    def _newest(self) -> str | None:
+        names = (name for name in self._files.names() if name.rpartition(".")[0] == self.name)
+        return max((name for name in names if _number(name) >= 0), default=None, key=_number)
 
-    def _renew(self, path: Path, renewed: Callable[[], None] | None) -> None:
+    def _renew(self, name: str, renewed: Callable[[], None] | None) -> None:
         while not self._stop.wait(self.every):
-            with contextlib.suppress(OSError):
-                os.utime(path)
+            with contextlib.suppress(OSError, UserError):
+                self._files.renew(name)
             if renewed is not None:
                 renewed()
 
@@ -164,17 +163,18 @@ def register_user(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
         path = lease.path
         yield
     if path is not None:  # no other process uses this name
-        path.unlink(missing_ok=True)
+        lease_files(directory).remove(path.name)
 
 
 def living_users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
     """Return the registered users that are alive, and remove the files of others."""
     living = []
-    for path in sorted(directory.glob("*.[0-9]*")):
-        if _is_alive(path, seconds):  # a file that is being written has no holder yet
-            living.append(_read_holder(path) or Holder("a host", 0, None, time.time()))
+    files = lease_files(directory)
+    for name in sorted(name for name in files.names() if _number(name) >= 0):
+        if _is_alive(files, name, seconds):  # a file that is being written has no holder yet
+            living.append(_read_holder(files, name) or Holder("a host", 0, None, time.time()))
         else:
-            path.unlink(missing_ok=True)
+            files.remove(name)
     return living
 
 
@@ -194,35 +194,37 @@ def marked_process_ended(mark: str) -> bool | None:
     return now is None or f"{now:.0f}" != started
 
 
-def _read_holder(path: Path) -> Holder | None:
-    """Read a lease file. Returns None if it is incomplete or damaged."""
+def _number(name: str) -> int:
+    """Return the number at the end of a lease file's name, or -1."""
+    number = name.rpartition(".")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+def _read_holder(files: LeaseFiles, name: str) -> Holder | None:
+    """Read a lease file. Returns None if it is released, incomplete or damaged."""
+    return _parse_holder(*files.read(name))
+
+
+def _parse_holder(content: str, renewed: float) -> Holder | None:
     try:
-        holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
+        return Holder(**json.loads(content))._replace(renewed=renewed)
     except (ValueError, TypeError):
         return None
-    return holder._replace(renewed=path.stat().st_mtime)
 
 
-def _is_alive(path: Path, seconds: float) -> bool:
+def _is_alive(files: LeaseFiles, name: str, seconds: float) -> bool:
     """Return whether the holder of a lease file is alive and renews it."""
     try:
-        holder = _read_holder(path)
-        age = file_system_now(path.parent) - path.stat().st_mtime
+        content, renewed = files.read(name)
+        if content == RELEASED:
+            return False
+        holder = _parse_holder(content, renewed)
+        age = files.now() - renewed
     except OSError:
         return True  # the file is changing right now
     if holder is None:
         return age < min(seconds, WRITING_SECONDS)  # the holder is still writing it
     return age <= seconds and (not holder.here or _start_time(holder.pid) == holder.started)
-
-
-def file_system_now(directory: Path) -> float:
-    """Return the time by the file system's clock, which may differ from this machine's."""
-    probe = directory / f".clock.{uuid.uuid4().hex}"
-    probe.touch()
-    try:
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink()
 
 
 def _start_time(pid: int) -> float | None:

@@ -89,14 +89,14 @@ class Plan:
         self._bounds = [(int(bound.min), int(bound.max)) for bound in bounds]  # shards of each group
 
     def save(self, path: Path) -> None:
-        """Write the plan to a file, completely or not at all."""
+        """Write the plan to a local file, completely or not at all."""
         schema = pa.schema(list(COLUMNS.items()))
         options: Any = {"compression": "zstd", "write_page_checksum": True}
         summary = {"summary": self.summary, "pieces": self.pieces.ravel().tolist()}
         packed = base64.b64encode(zlib.compress(json.dumps(summary).encode(), 1))  # has a checksum
         with (
             _open_parquet(self.path) as rows,
-            part_file(path) as file,
+            part_file(path, Path.replace) as file,
             pq.ParquetWriter(file, schema, **options) as writer,
         ):
             for number in range(rows.num_row_groups):

@@ -27,6 +27,7 @@ from emo.common.cli.progress import progress
 from emo.common.errors import UserError
 from emo.common.io.files import part_file
 from emo.common.io.lease import Lease, hold_if_free
+from emo.common.io.objects import describe_recently, forget_listings, in_store, open_object
 from emo.common.parallel import WorkerPool
 
 from ..config import FORMAT, DataConfig, settings
@@ -219,6 +220,7 @@ class Scan:
         with hold_if_free(lease) as free:
             if not free:
                 return str(lease.holder() or "one that has just begun")
+            forget_listings()
             if not (self.is_complete(unit) or ended()):
                 self.make_part(unit, pool, advance)
         return ""
@@ -226,7 +228,10 @@ class Scan:
     def is_complete(self, unit: Unit) -> bool:
         """Return whether the part of a unit exists, made from the current sources."""
         if unit.number not in self.parts:
-            part = read_part(self._path(unit), self._keys[unit.number])
+            path = self._path(unit)
+            if in_store(path) and not path.is_file() and describe_recently(path) is None:
+                return False
+            part = read_part(path, self._keys[unit.number])
             if part is not None:
                 self.parts[unit.number] = part
         return unit.number in self.parts
@@ -363,7 +368,8 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
 def read_part(path: Path, key: str) -> ScanPart | None:
     """Return a part, or None if it does not exist or has another key."""
     try:
-        note = json.loads(pq.read_metadata(path).metadata[b"note"])
+        local = path.is_file() or not in_store(path)
+        note = json.loads(pq.read_metadata(path if local else open_object(path)).metadata[b"note"])
         if note["key"] != key:
             return None
         pieces = np.array(note["pieces"], np.int64).reshape(-1, 5)

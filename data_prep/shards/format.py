@@ -29,12 +29,18 @@ from pydantic import Field
 from emo.common.causal_lm import IGNORE
 from emo.common.config.recipe import LARGEST, Section
 from emo.common.errors import UserError, one_line
-from emo.common.io.files import Hashes
+from emo.common.io.files import Hashes, exists
+from emo.common.io.lease import Lease, wait_and_hold
+from emo.common.io.mirror import Wanted, copy_verified, refresh
+from emo.common.io.objects import address_of, mirrors
 from emo.common.io.untrusted import read_json
 
 from ..config import FORMAT, MAX_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
 MANIFEST = "manifest.json"
+HASHES = "hashes.json"  # hashes of files on this machine
+# Files besides shards: settings, tokenizer, manifests, scores.
+COPIED = ("settings.json", "tokenizer/*", f"*/{MANIFEST}", "*/scores/*/*")
 AGAIN = "run: emo prepare RECIPE"
 RELEASE_EVERY = 256  # rows between releases of mapped pages: each row may have mapped 64 KiB around it
 # Largest manifest. The largest number of shards takes 57 MB, each further domain 18 MB, a million files 400
@@ -415,7 +421,26 @@ def _are_weights(weights: np.ndarray, spans: int) -> bool:
 
 def is_prepared(config: DataConfig) -> bool:
     """Return whether the training data of a recipe's data section exist. They may be damaged."""
-    return (config.dir / TRAIN / MANIFEST).is_file()
+    manifest = config.dir / TRAIN / MANIFEST
+    return manifest.is_file() or exists(manifest)
+
+
+def copy_prepared(directory: Path) -> None:
+    """Copy prepared data from the store that they belong to, if any. One process of a host copies.
+
+    Files that this host has are compared by version or hash, and not copied again. Raises UserError for a
+    shard with another hash than in its manifest.
+    """
+    address = address_of(directory)
+    if address is None:
+        return
+    locks = mirrors().with_name(f"{mirrors().name}-locks")
+    with wait_and_hold(Lease(locks, hashlib.sha256(address.encode()).hexdigest()), None):
+        refresh(directory, COPIED)
+        splits = [file.parent for file in directory.glob(f"*/{MANIFEST}")]
+        shards = [(split / info.file, info) for split in splits for info in read_manifest(split).shards]
+        wanted = (Wanted(path, info.bytes, info.sha256) for path, info in shards)
+        copy_verified(wanted, Hashes(directory / HASHES))
 
 
 def open_prepared(config: DataConfig) -> tuple[TokenDataset, dict[str, TokenDataset]]:
@@ -423,6 +448,7 @@ def open_prepared(config: DataConfig) -> tuple[TokenDataset, dict[str, TokenData
 
     Raises UserError if they are missing, incomplete, or were prepared with other settings.
     """
+    copy_prepared(config.dir)
     opened = {}
     for split in config.splits:
         manifest = read_manifest(config.dir / split)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from emo.common.errors import UserError
 from emo.common.io.files import part_file, write_text
+from emo.common.io.mirror import size_of
 from emo.common.text import counted
 
 from ..config import FORMAT, TRAIN, VALIDATION, DataConfig, settings
@@ -263,7 +264,7 @@ def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
     shard = directory / shard_name(index, count)
     try:
         info = ShardInfo.model_validate_json(shard.with_suffix(".json").read_bytes())
-        complete = shard.stat().st_size == info.bytes and (info.split, info.file) == (
+        complete = size_of(shard) == info.bytes and (info.split, info.file) == (
             directory.name,
             shard.name,
         )

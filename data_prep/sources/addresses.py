@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import IO, Any, Literal
 from urllib.parse import urlsplit
 
 from emo.common.errors import FailureError, UserError, one_line
+from emo.common.io.store import NEEDS, version_of
 
 BUFFER = 1 << 20  # bytes of one request
 WEB = ("http", "https")
-NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-VERSION = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", "generation", "md5hash")
 
 
 class RemoteFile:
@@ -27,7 +26,7 @@ class RemoteFile:
         self._system = system
         self._path = path
         self.size: int = info.get("size") or 0
-        self._listed = _state(info)
+        self._listed = version_of(info)
         name = PurePosixPath(urlsplit(address).path if address.startswith(WEB) else address)
         self.suffix = name.suffix
         self.stem = name.stem
@@ -48,7 +47,7 @@ class RemoteFile:
             return self._listed
         with _explained(self.address):
             self._system.invalidate_cache()
-            return _state(self._system.info(self._path))
+            return version_of(self._system.info(self._path))
 
 
 class _Stream(io.RawIOBase):
@@ -118,11 +117,6 @@ def remote_files(pattern: str) -> list[RemoteFile]:
             code="no-file",
         )
     return files
-
-
-def _state(info: Mapping[str, object]) -> list[str]:
-    """Return the size, version and times of a file in its file system."""
-    return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in VERSION]
 
 
 @contextmanager

@@ -27,6 +27,8 @@ from typing import IO
 
 from emo.common.errors import PERMANENT, FailureError, UserError, one_line
 from emo.common.io.files import part_file
+from emo.common.io.fsspec_store import PIECE, FsspecStore
+from emo.common.io.store import Store
 
 from ..config import RunConfig
 from ..control.run_dir import (
@@ -44,9 +46,7 @@ from ..control.run_dir import (
     is_complete,
     step_of,
 )
-from .fsspec_store import PIECE, FsspecStore
 from .identity import Identity, check_config_file
-from .store import Store
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from emo.common.errors import FailureError, UserError
 from emo.common.io.lease import Lease
+from emo.common.io.store import Store
 from emo.pipeline.checkpoint import copies
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.checkpoint.copies import RunCopy, Uploads, copy_checkpoint, open_store, part_marker
-from emo.pipeline.checkpoint.store import Store
 from emo.pipeline.control import lock
 from emo.pipeline.control.heartbeat import COPY
 from emo.pipeline.control.lock import RunLock

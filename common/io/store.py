@@ -6,8 +6,17 @@ To add one, subclass `Store` in a new file, and list it in STORES (copies.py) un
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import IO
+
+# Packages for stores without directories, by scheme.
+NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+VERSION = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", "generation", "md5hash")
+
+
+def version_of(info: Mapping[str, object]) -> list[str]:
+    """Return the size, version and times of a file in its file system."""
+    return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in VERSION]
 
 
 class Store(ABC):

@@ -1,0 +1,106 @@
+"""The files of leases, in a file system or an object store, with the operations that both have."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+from . import objects
+
+RELEASED = "released"  # content of a released lease in a store
+
+
+class LeaseFiles:
+    """The lease files of a directory in a file system."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        return [path.name for path in self.directory.glob("*")]
+
+    def create(self, name: str, content: str) -> None:
+        """Write a new file. Raises FileExistsError if it exists."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / name).open("x", encoding="utf-8") as file:
+            file.write(content)
+
+    def read(self, name: str) -> tuple[str, float]:
+        """Return the content of a file and when it was renewed. Raises OSError if there is none."""
+        path = self.directory / name
+        return path.read_text(encoding="utf-8"), path.stat().st_mtime
+
+    def renew(self, name: str) -> None:
+        """Renew the time of a file."""
+        os.utime(self.directory / name)
+
+    def clear(self, name: str) -> None:
+        """Remove the holder from a file, and make it old."""
+        os.truncate(self.directory / name, 0)
+        os.utime(self.directory / name, (0, 0))
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it exists."""
+        (self.directory / name).unlink(missing_ok=True)
+
+    def now(self) -> float:
+        """Return the time by the clock of the file system."""
+        return file_system_now(self.directory)
+
+
+class LeaseObjects(LeaseFiles):
+    """The lease files of a directory in an object store."""
+
+    def names(self) -> list[str]:
+        return list(objects.list_objects(self.directory, 1))
+
+    def create(self, name: str, content: str) -> None:
+        objects.create(self.directory / name, content.encode())
+
+    def read(self, name: str) -> tuple[str, float]:
+        content = objects.read(self.directory / name)
+        if content is None:
+            raise FileNotFoundError(name)
+        return content.decode(), objects.modified(self.directory / name)
+
+    def renew(self, name: str) -> None:
+        content = objects.read(self.directory / name)
+        if content is not None:  # a store has no times to set
+            objects.write(self.directory / name, content)
+
+    def clear(self, name: str) -> None:
+        objects.write(self.directory / name, RELEASED.encode())
+
+    def remove(self, name: str) -> None:
+        objects.remove(self.directory / name)
+
+    def now(self) -> float:
+        """Return the time by the store's clock. A process compares it with its own clock once."""
+        bucket = str(objects.address_of(self.directory)).split("/")[2]
+        if bucket not in _clocks:
+            probe = self.directory / f".clock.{uuid.uuid4().hex}"
+            objects.write(probe, b"")
+            _clocks[bucket] = objects.modified(probe) - time.monotonic()
+            objects.remove(probe)
+        return _clocks[bucket] + time.monotonic()
+
+
+_clocks: dict[str, float] = {}  # by bucket: the store's clock minus the monotonic clock
+
+
+def lease_files(directory: Path) -> LeaseFiles:
+    """Return the lease files of a directory."""
+    return (LeaseObjects if objects.in_store(directory) else LeaseFiles)(directory)
+
+
+def file_system_now(directory: Path) -> float:
+    """Return the time by the file system's clock, which may differ from this machine's."""
+    probe = directory / f".clock.{uuid.uuid4().hex}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink()

@@ -1,0 +1,102 @@
+"""Local copies of the files of object stores, see objects.py. Paths of file systems are left as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import UserError
+from . import objects
+from .files import PART, THREADS, Hashes, list_files, match_name, part_file
+from .store import version_of
+
+
+class Wanted(NamedTuple):
+    """A file of known content."""
+
+    path: Path
+    bytes: int
+    sha256: str
+
+
+def refresh(directory: Path, patterns: Sequence[str]) -> None:
+    """Make the local copies of matching files the same as in the store: new, changed and deleted ones."""
+    if not objects.in_store(directory):
+        return
+    objects.forget_listings()
+    files = objects.list_objects(directory)
+    listed = {directory / name: info for name, info in files.items() if match_name(name, patterns)}
+    for path in list(list_files(directory)):
+        name = path.relative_to(directory).as_posix()
+        if path not in listed and match_name(name, patterns) and path.suffix != PART:
+            path.unlink(missing_ok=True)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(_copy_version, listed, listed.values()))
+
+
+def _copy_version(path: Path, info: Mapping[str, object]) -> None:
+    """Download a file unless its local copy has the listed version, which its time stands for."""
+    digest = hashlib.sha256(str(version_of(info)).encode()).digest()
+    time = (int.from_bytes(digest[:4]) >> 1) * 10**9  # full seconds, which all file systems store
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime_ns == time:
+            return
+    # The file may have been deleted since it was listed.
+    with contextlib.suppress(FileNotFoundError), part_file(path, Path.replace) as sink:
+        objects.download(path, sink)
+        sink.flush()
+        os.utime(sink.fileno(), ns=(time, time))
+
+
+def copy_missing(paths: Iterable[Path]) -> None:
+    """Download the files that have no local copy. Their names must identify their content."""
+    missing = [path for path in paths if objects.in_store(path) and not path.is_file()]
+
+    def copy(path: Path) -> None:
+        with part_file(path, Path.replace) as sink:
+            objects.download(path, sink)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(copy, missing))
+
+
+def copy_verified(files: Iterable[Wanted], hashes: Hashes) -> None:
+    """Download the files that have no local copy with their hash. Raises UserError for another content."""
+
+    def copy(file: Wanted) -> None:
+        path = file.path
+        if path.is_file() and path.stat().st_size == file.bytes and hashes.sha256(path) == file.sha256:
+            return
+        with part_file(path, Path.replace) as sink:
+            objects.download(path, sink)
+            sink.seek(0)
+            if hashlib.file_digest(sink, "sha256").hexdigest() != file.sha256:  # type: ignore[arg-type]
+                problem = f"{objects.address_of(path)} has another content than its manifest lists"
+                raise UserError(f"{problem}. Run `emo prepare RECIPE` again", code="damaged-data")
+        hashes.sha256(path)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(copy, files))
+    hashes.save()
+
+
+def upload(files: Iterable[Path]) -> None:
+    """Write files, which are complete, to the store that their paths belong to."""
+    stored = [file for file in files if objects.in_store(file) and file.is_file()]
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(objects.upload, stored, stored))
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file, in its store if it belongs to one. Raises OSError if there is none."""
+    if not objects.in_store(path):
+        return path.stat().st_size
+    info = objects.describe_recently(path)
+    if info is None:
+        raise FileNotFoundError(path)
+    return int(info["size"])

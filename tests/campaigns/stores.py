@@ -1,0 +1,272 @@
+"""Preparation in object stores and on Ray, with failing servers and killed workers: the bytes stay the same.
+
+    PYTHONPATH=DIRECTORY python -m tests.campaigns.stores [--parts s3 ray] [--trials 3]
+
+DIRECTORY has s3fs and ray, and moto if its server is to be tried too. What is missing is skipped.
+
+s3    two commands on hosts of their own share a bucket: of a server that answers, of one that fails, drops
+      connections and lists slowly, and of one that is killed and started again; then with commands that are
+      killed and started again. moto's server is another implementation. A third host trains from the bucket.
+ray   local clusters of 2 and 4 workers, of which some are killed; a cluster of two nodes, of which one is
+      killed; Ray with a bucket.
+
+Prints a table and exits 1 when something fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import psutil
+import yaml
+
+from tests.campaigns.campaign import Campaign, conduct
+from tests.conftest import REPO
+from tests.helpers import launching
+from tests.helpers.corpus import texts, tiny_tokenizer, write_jsonl
+from tests.helpers.s3_server import S3Server, s3_server
+
+UNITS = 12
+Environment = dict[str, str]
+
+
+def has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def write_recipe(directory: Path) -> Path:
+    """Write sources, each of which is a unit because it has a limit, and a recipe of two splits."""
+    for i in range(UNITS):
+        write_jsonl(directory / f"{i}.jsonl", texts(400, seed=i, sentences=20))
+    sources = [{"files": f"{i}.jsonl", "limit": 350} for i in range(UNITS)]
+    data: dict[str, Any] = {"root": str(directory), "tokenizer": str(tiny_tokenizer()), "sources": sources}
+    data |= {"dir": str(directory / "none"), "sequence_len": 64, "shards": 6, "validation_fraction": 0.1}
+    recipe = directory / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"data": data | {"dedup": "near"}}))
+    return recipe
+
+
+def start(recipe: Path, target: str, environment: Environment, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "emo", "prepare", str(recipe), f"data.dir={target}", *options]
+    out = (recipe.parent / "log").open("a")
+    piped: dict[str, Any] = {"text": True, "stdout": out, "stderr": out}
+    return subprocess.Popen(command, cwd=REPO, env=os.environ | environment, **piped)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """The files of all splits of a directory, by their path in it."""
+    paths = (p for p in directory.rglob("*") if p.is_file() and p.relative_to(directory).parts[0] != ".new")
+    files = {p.relative_to(directory).as_posix(): p for p in paths}
+    return {name: p.read_bytes() for name, p in files.items() if name.startswith(("train/", "validation/"))}
+
+
+def fetched(directory: Path, target: str, environment: Environment) -> dict[str, bytes]:
+    """What a host that has nothing yet copies from the store, which it verifies."""
+    mirrors = directory / f"reader-{time.monotonic_ns()}"
+    changes = environment | {"EMO_MIRRORS": str(mirrors)}
+    command = [sys.executable, "-m", "emo", "verify", target]
+    subprocess.run(command, cwd=REPO, env=os.environ | changes, check=True, capture_output=True)
+    return content(mirrors / target.replace("://", "/"))
+
+
+def same(made: dict[str, bytes], expected: dict[str, bytes]) -> bool:
+    """Whether shards and manifests are the same; notes are not copied to readers."""
+    wanted = {n: c for n, c in expected.items() if n.endswith((".arrow", "manifest.json"))}
+    return {n: made.get(n) for n in wanted} == wanted
+
+
+# --- S3 ---------------------------------------------------------------------------------------------------
+
+
+def share(
+    recipe: Path, target: str, environment: Environment, kills: int = 0, server: S3Server | None = None
+) -> str:
+    """Let two hosts share a preparation; return how it went.
+
+    kills: of the commands, each of which is started again. server: is killed and started once.
+    """
+    mirrors = [recipe.parent / f"host-{time.monotonic_ns()}-{i}" for i in range(2)]
+
+    def begin(host: int) -> subprocess.Popen[str]:
+        changes = environment | {"EMO_MIRRORS": str(mirrors[host])}
+        return start(recipe, target, changes, "--shard", f"{host}/2", "--workers", "1")
+
+    began = time.monotonic()
+    jobs = [begin(host) for host in range(2)]
+    killed = 0
+    while killed < kills and None in [job.poll() for job in jobs]:
+        time.sleep(random.uniform(4, 9))
+        host = random.randrange(2)
+        if jobs[host].poll() is None:
+            jobs[host].kill()
+            jobs[host].wait()
+            killed += 1
+            jobs[host] = begin(host)
+    if server is not None:
+        time.sleep(random.uniform(4, 9))
+        server.kill()
+        time.sleep(3)
+        server.start()
+    codes = [job.wait(900) for job in jobs]
+    return f"exit codes {codes}, {killed} killed, {time.monotonic() - began:.0f} s"
+
+
+def s3(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    if not has("s3fs"):
+        show("s3", "everything", "skipped: needs s3fs", True)
+        return
+    recipe = write_recipe(directory)
+    assert start(recipe, str(directory / "alone"), {}).wait() == 0
+    expected = content(directory / "alone")
+    cases: list[tuple[str, tuple[float, ...], int, bool]] = [
+        ("a good server", (), 0, False),
+        ("5 % of requests fail", (0.05,), 0, False),
+        ("5 % of connections are dropped", (0.0, 0.05), 0, False),
+        ("listings take 1 s", (0.0, 0.0, 1.0), 0, False),
+        ("the server is killed and started again", (0.01, 0.01), 0, True),
+    ]
+    cases += [(f"jobs are killed, trial {i}", (0.01, 0.01), 3, False) for i in range(args.trials)]
+    for number, (name, faults, kills, restart) in enumerate(cases):
+        with s3_server(directory / f"s3-{number}", launching.free_port(), *faults) as server:
+            went = share(recipe, "s3://data/made", server.environment, kills, server if restart else None)
+            made = fetched(directory, "s3://data/made", server.environment)
+            show("s3", name, went, same(made, expected), f"{went}; other bytes")
+            if not number:
+                train(directory, server.environment, show)
+    if not has("moto"):
+        show("s3", "moto's server", "skipped: needs moto", True)
+        return
+    with moto() as environment:
+        went = share(recipe, "s3://data/made", environment, 1)
+        made = fetched(directory, "s3://data/made", environment)
+        show("s3", "moto's server", went, same(made, expected), f"{went}; other bytes")
+
+
+@contextlib.contextmanager
+def moto() -> Iterator[Environment]:
+    """Run moto's server with one bucket."""
+    port = launching.free_port()
+    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                urlopen(Request(f"{url}/data", method="PUT"), timeout=5).close()
+                break
+            time.sleep(0.1)
+        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+        yield keys | {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
+    finally:
+        server.kill()
+
+
+def train(directory: Path, environment: Environment, show: Campaign) -> None:
+    """The losses of a run from the bucket, on a host that has no copies, against one from a disk."""
+    recipe = launching.tiny_recipe(directory)
+    runs = {"disk": (), "bucket": ("data.dir=s3://data/tiny",)}
+    results = {}
+    for name, overrides in runs.items():
+        run_dir = directory / f"trained-{name}"
+        changes = environment | {"EMO_MIRRORS": str(directory / "prepares")}
+        if overrides:
+            command = [sys.executable, "-m", "emo", "prepare", str(recipe), *overrides]
+            subprocess.run(command, cwd=REPO, env=os.environ | changes, check=True, capture_output=True)
+            changes["EMO_MIRRORS"] = str(directory / "trains")
+        options = [f"output_dir={run_dir}", "train.max_steps=3", *overrides]
+        command = launching.train_command(2, str(recipe), *options)
+        output, _ = launching.popen(command, **changes).communicate(timeout=600)
+        if not launching.losses(run_dir):
+            show("s3", f"training from a {name}", output[-1000:], False)
+        results[name] = launching.losses(run_dir)
+    show("s3", "training from the bucket", "the same losses", results["disk"] == results["bucket"], "others")
+
+
+# --- Ray --------------------------------------------------------------------------------------------------
+
+
+def kill_workers(job: subprocess.Popen[str], count: int) -> int:
+    """Kill -9 processes of Ray that run a task, at random moments, until the job ends; return how many."""
+    killed = 0
+    while job.poll() is None:
+        processes = [p for p in psutil.process_iter(["cmdline"]) if _is_task(p)] if killed < count else []
+        if processes and random.random() < 0.3:
+            with contextlib.suppress(psutil.Error):
+                random.choice(processes).send_signal(signal.SIGKILL)
+                killed += 1
+        time.sleep(0.05)
+    return killed
+
+
+def _is_task(process: psutil.Process) -> bool:
+    return (process.info["cmdline"] or [""])[0].startswith("ray::_make_")
+
+
+def ray(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    if not has("ray"):
+        show("ray", "everything", "skipped: needs ray", True)
+        return
+    recipe = write_recipe(directory)
+    assert start(recipe, str(directory / "alone"), {}).wait() == 0
+    expected = content(directory / "alone")
+    for number, (workers, kills) in enumerate([(2, 0), (4, 0), *[(4, 2 + i) for i in range(args.trials)]]):
+        target = directory / f"ray-{number}"
+        job = start(recipe, str(target), {}, "--on", "ray", "--workers", str(workers))
+        killed = kill_workers(job, kills)
+        good = job.wait(900) == 0 and content(target) == expected
+        show("ray", f"{workers} workers", f"{killed} killed, the same bytes", good, "other bytes, or failed")
+    two_nodes(directory, recipe, expected, show)
+    if has("s3fs"):
+        with s3_server(directory / "s3-ray", launching.free_port(), 0.01, 0.01) as server:
+            environment = server.environment | {"EMO_MIRRORS": str(directory / "ray-mirrors")}
+            job = start(recipe, "s3://data/made", environment, "--on", "ray", "--workers", "2")
+            killed = kill_workers(job, 1)
+            good = job.wait(900) == 0 and same(fetched(directory, "s3://data/made", environment), expected)
+            show("ray", "a bucket", f"{killed} killed, the same bytes", good, "other bytes, or failed")
+
+
+def two_nodes(directory: Path, recipe: Path, expected: dict[str, bytes], show: Campaign) -> None:
+    """A cluster of two nodes on this machine. The second is killed when the first parts exist."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        node = cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        target = directory / "two-nodes"
+        job = start(recipe, str(target), {"RAY_ADDRESS": cluster.address}, "--on", "ray")
+        while not list((target / ".new/scan").glob("0*.parquet")) and job.poll() is None:
+            time.sleep(0.01)
+        at = len(list((target / ".new/scan").glob("0*.parquet")))
+        cluster.remove_node(node, allow_graceful=False)
+        good = job.wait(900) == 0 and content(target) == expected
+        case = f"two nodes, one killed after {at} of {UNITS} units"
+        show("ray", case, "the same bytes", good, "other bytes, or failed")
+    finally:
+        cluster.shutdown()
+
+
+PARTS = {"s3": s3, "ray": ray}
+
+
+def campaign(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    random.seed(args.seed)
+    for part in args.parts:
+        (directory / part).mkdir()
+        PARTS[part](directory / part, args, show)
+
+
+if __name__ == "__main__":
+    sys.exit(conduct("stores", campaign, __doc__, parts=[*PARTS], trials=3, seed=0))

@@ -1,0 +1,179 @@
+"""`data.dir` in an object store: the same bytes for jobs on several hosts, under failures and kills."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from emo.common.errors import FailureError
+from emo.common.io import objects
+from emo.common.io.lease import Lease, living_users, register_user
+from emo.data_prep.cli import main
+from emo.data_prep.config import DataConfig
+from emo.data_prep.shards.format import is_prepared, open_prepared
+from tests.conftest import REPO
+from tests.helpers import object_store
+from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
+from tests.helpers.killing import FORK, to_the_end
+from tests.helpers.launching import free_port
+from tests.helpers.refusals import refused
+from tests.helpers.s3_server import s3_server
+
+ADDRESS = "bucket://one/data"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Path]:
+    """The files of the store."""
+    with object_store.bucket(tmp_path) as directory:
+        yield directory
+
+
+def config_of(root: Path, directory: str = ADDRESS) -> DataConfig:
+    """Each source is a unit, because it has a limit."""
+    sources = [{"files": f"{i}.jsonl", "limit": 40} for i in range(5)]
+    return data_config(root, dir=directory, sources=sources, shards=4, validation_fraction=0.2)
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> dict[str, bytes]:
+    """The bytes of a run without a store. Writes the sources."""
+    for i in range(5):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts(50, seed=i))
+    run(config_of(tmp_path, str(tmp_path / "alone")))
+    return file_bytes(tmp_path / "alone")
+
+
+def on_host(root: Path, host: int, hosts: int) -> None:
+    """Run a job on a host, which has its own local copies."""
+    os.environ["EMO_MIRRORS"] = str(root / f"host-{host}")
+    random.seed(host)
+    run(config_of(root), (host, hosts))
+
+
+def test_hosts_make_the_same_bytes_while_requests_fail_and_jobs_die(
+    files: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    object_store.FAULTS.update(share=0.03, pause=0.01)
+    others = [FORK.Process(target=on_host, args=(tmp_path, host, 3)) for host in (1, 2)]
+    for process in others:
+        process.start()
+    moments = random.Random(1)
+    killed = to_the_end(on_host, (tmp_path, 0, 3), 3, lambda: moments.uniform(0.1, 1.0))
+    for process in others:
+        process.join()
+    assert [process.exitcode for process in others] == [0, 0]
+    made = file_bytes(files / "one/data")
+    assert killed and made == expected
+    left = [path for path in (files / "one/data").rglob("*") if path.is_file()]
+    assert not [path for path in left if ".new" in path.parts or path.name == "hashes.json"]
+
+
+def test_local_copies_follow_the_store(
+    files: Path, tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second host has old copies, and a job there makes nothing again; a damaged shard is not used."""
+    config = config_of(tmp_path)
+    assert not is_prepared(config)
+    run(config)
+    assert is_prepared(config) and "already prepared" in run(config)[0]
+    before = open_prepared(config)[0]
+    monkeypatch.setenv("EMO_MIRRORS", str(tmp_path / "second"))
+    config = config_of(tmp_path)
+    after = open_prepared(config)[0]
+    assert (after.batch(np.arange(9))["labels"] == before.batch(np.arange(9))["labels"]).all()
+    assert "already prepared" in run(config)[0] and config.dir.is_relative_to(tmp_path / "second")
+    monkeypatch.setenv("EMO_MIRRORS", str(tmp_path / "mirrors"))
+    write_jsonl(tmp_path / "0.jsonl", texts(40, seed=9))
+    run(config_of(tmp_path), force=True)
+    monkeypatch.setenv("EMO_MIRRORS", str(tmp_path / "second"))
+    assert open_prepared(config)[0].fingerprint != before.fingerprint
+    shutil.rmtree(tmp_path / "second")
+    shard = files / "one/data/train/shard-00001-of-00004.arrow"
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    with refused("damaged-data"):
+        open_prepared(config)
+
+
+def test_commands_take_an_address(files: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
+    run(config_of(tmp_path))
+    shutil.rmtree(tmp_path / "mirrors")
+    assert main(["verify", ADDRESS]) == main(["inspect", ADDRESS, "--rows", "1"]) == 0
+    (files / "one/other").mkdir(parents=True)
+    (files / "one/other/thesis.txt").write_text("text")
+    with refused("not-claimed"):
+        run(config_of(tmp_path, "bucket://one/other"))
+
+
+def test_a_recipe_keeps_the_address(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    assert config.model_dump(mode="json")["dir"] == ADDRESS
+    assert DataConfig.model_validate_json(config.model_dump_json()) == config
+    assert objects.address_of(config.dir / "train") == f"{ADDRESS}/train"
+    assert objects.address_of(tmp_path / "x") is None
+    for address in ("bucket://one", "s3://key@one/data", "s3://one/../data", "s3:///one/data"):
+        with refused("bad-value"):
+            config_of(tmp_path, address)
+    with refused("address"):
+        run(config_of(tmp_path, "nosuch://one/data"))
+    monkeypatch.setattr(objects, "PATIENCE", 0.1)
+    object_store.FAULTS["share"] = 1.0
+    with refused("unreachable") as error:
+        run(config)
+    assert isinstance(error.value, FailureError)
+
+
+def test_a_lease_in_a_store_has_one_holder(files: Path) -> None:
+    directory = objects.local_directory("bucket://one/leases")
+    leases = [Lease(directory, "work", seconds=0.6) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(Lease.acquire, leases)) == 1
+    (holder,) = (lease for lease in leases if lease.path is not None)
+    other = Lease(directory, "work", seconds=0.6)
+    assert holder.is_held() and not other.acquire()
+    assert other.holder() is not None and other.holder().pid == os.getpid()  # type: ignore[union-attr]
+    holder.release()
+    assert other.acquire() and not leases[0].acquire()
+    other._stop.set()  # it is no longer renewed
+    (files / "one/leases" / other.path.name).touch()  # type: ignore[union-attr]
+    os.utime(files / "one/leases" / other.path.name, (0, 0))  # type: ignore[union-attr]
+    assert leases[0].acquire() and not other.is_held()
+    leases[0].release()
+    with register_user(directory / "users"):
+        assert [user.pid for user in living_users(directory / "users")] == [os.getpid()]
+    assert living_users(directory / "users") == []
+
+
+def test_jobs_share_s3_while_the_server_fails_and_restarts(
+    tmp_path: Path, expected: dict[str, bytes]
+) -> None:
+    """Two commands with the real client. The server loses answers, and is killed in between."""
+    pytest.importorskip("s3fs", reason="needs s3fs")
+    recipe = tmp_path / "recipe.yaml"
+    sources = [{"files": f"{i}.jsonl", "limit": 40} for i in range(5)]
+    data = {"dir": "s3://data/made", "root": str(tmp_path), "tokenizer": str(tiny_tokenizer())}
+    data |= {"sequence_len": 32, "shards": 4, "sources": sources, "validation_fraction": 0.2}
+    recipe.write_text(yaml.safe_dump({"data": data}))
+    with s3_server(tmp_path / "s3", free_port(), 0.03, 0.02, 0.05) as server:
+        jobs = []
+        for i in range(2):
+            environment = os.environ | server.environment | {"EMO_MIRRORS": str(tmp_path / f"host-{i}")}
+            command = [sys.executable, "-m", "emo", "prepare", str(recipe), "--shard", f"{i}/2"]
+            jobs.append(subprocess.Popen([*command, "--workers", "1"], cwd=REPO, env=environment))
+        while not list((tmp_path / "s3/data").glob("*.parquet")):
+            assert None in [job.poll() for job in jobs]
+        server.kill()
+        server.start()
+        assert [job.wait(300) for job in jobs] == [0, 0]
+    names = {"made%2F" + name.replace("/", "%2F"): content for name, content in expected.items()}
+    assert {name: (tmp_path / "s3/data" / name).read_bytes() for name in names} == names
