@@ -6,7 +6,6 @@ files in the directory of the data, like all jobs, so that a later job of any ki
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,37 +36,25 @@ def prepare_on_ray(config: DataConfig, workers: int, force: bool, say: Say) -> N
         force: discard prepared data and start over.
         say: prints a line for the user.
     """
-    # Nodes have other working directories.
-    config = config.model_copy(update={"dir": config.dir.absolute(), "root": config.root.absolute()})
-    with ray_cluster(workers):
-        prepare(config, (0, 1), workers, force, False, say, RayPreparation)
-
-
-@contextlib.contextmanager
-def ray_cluster(workers: int) -> Iterator[None]:
-    """Connect to the cluster at RAY_ADDRESS for a block, or start one of `workers` CPUs on this machine."""
     try:
         import ray
     except ImportError:
         raise UserError("--on ray needs a package. Run: pip install ray", code="missing-extra") from None
 
     address = os.environ.get("RAY_ADDRESS")
-    local: dict[str, Any] = {
-        "num_cpus": workers,
-        "object_store_memory": STORE_BYTES,
-        "include_dashboard": False,
-    }
+    local: dict[str, Any] = {"num_cpus": workers, "object_store_memory": STORE_BYTES}
+    local["include_dashboard"] = False
+    options = {"log_to_driver": False, "logging_level": "ERROR"} | ({} if address else local)
+    # Nodes have other working directories.
+    config = config.model_copy(update={"dir": config.dir.absolute(), "root": config.root.absolute()})
     with set_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
         try:
-            options = {} if address else local
-            ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **options)
+            ray.init(address or "local", **options)
         except ConnectionError as error:
-            raise FailureError(
-                f"RAY_ADDRESS={address} cannot be reached ({one_line(error)}). Correct or unset it",
-                code="unreachable",
-            ) from None
+            problem = f"RAY_ADDRESS={address} cannot be reached ({one_line(error)})"
+            raise FailureError(f"{problem}. Correct or unset it", code="unreachable") from None
     try:
-        yield
+        prepare(config, (0, 1), workers, force, False, say, RayPreparation)
     finally:
         ray.shutdown()
 
@@ -142,11 +129,10 @@ def _scan(config: str) -> tuple[Scan, WorkerPool]:
 
 
 @cache
-def _loaded(config: str) -> tuple[LoadedPlan, Hashes]:
+def _loaded(config: str) -> LoadedPlan:
     job = _job(config)
     job.refresh()
-    hashes = Hashes(job.config.dir / HASHES)
-    return job.load(hashes), hashes
+    return job.load(Hashes(job.config.dir / HASHES))
 
 
 def _make_part(config: str, number: int) -> None:
@@ -157,6 +143,6 @@ def _make_part(config: str, number: int) -> None:
 
 def _make_shard(config: str, shard: int) -> ShardInfo:
     """In a task: make a shard."""
-    loaded, hashes = _loaded(config)
-    (info,) = _job(config).make_shards(loaded, [shard], hashes)
+    job = _job(config)
+    (info,) = job.make_shards(_loaded(config), [shard], Hashes(job.config.dir / HASHES))
     return info

@@ -41,10 +41,11 @@ from emo.common.io.files import (
     remove_abandoned,
     remove_matching,
     signature,
+    upload,
     write_text,
 )
 from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
-from emo.common.io.mirror import copy_missing, refresh, upload
+from emo.common.io.mirror import refresh
 from emo.common.io.objects import address_of, describe_recently, in_store
 from emo.common.parallel import WorkerPool
 from emo.common.text import counted
@@ -286,7 +287,8 @@ class Preparation:
                 reader.probe()
             if chat is not None and config.template in BUILT_IN:
                 set_chat_template(self.new / TOKENIZER, chat.text)
-            upload((self.new / TOKENIZER).glob("*"))
+            for path in list_files(self.new / TOKENIZER):
+                upload(path, path)
             tree = settings(config) | {"format": FORMAT}
             write_text(self.new / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
         except BaseException:
@@ -339,7 +341,7 @@ class Preparation:
         say = self.say
         inputs = scan.inputs
         parts = [scan.parts[unit.number] for unit in scan.units]
-        copy_missing(part.path for part in parts)
+        refresh(self.new / SCAN, ["*.parquet"])
         plan = select(config, inputs, parts, self.new / ROWS, self.workers, scan.first_fault)
         summary = plan.summary
         if scan.chat is not None:
@@ -401,7 +403,14 @@ class Preparation:
         for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(directory / name)
-                upload([directory / name, *list_files(directory / name)])
+        for path in (
+            directory / SETTINGS,
+            *list_files(directory / TOKENIZER),
+            directory / GRAMS,
+            directory / PLAN,
+        ):
+            if path.is_file():
+                upload(path, path)
 
     def _encode_settings(self, plan: Plan, directory: Path) -> EncodeSettings:
         """Return the settings of encoding workers. `directory` holds the tokenizer and the n-grams."""

@@ -52,9 +52,15 @@ def part_file(path: Path, publish: Callable[[Path, Path], Any] | None = None) ->
 
 def publish_file(part: Path, path: Path) -> None:
     """Give a complete file its name, first in the object store that `path` belongs to, if any."""
-    if objects.in_store(path):
-        objects.upload(part, path)
+    upload(part, path)
     part.replace(path)
+
+
+def upload(file: Path, path: Path) -> None:
+    """Write the content of a file to the object store that `path` belongs to, if any."""
+    if objects.in_store(path):
+        store, name = objects.locate(path)
+        store.upload(name, file)
 
 
 @contextlib.contextmanager
@@ -117,7 +123,8 @@ def write_once(path: Path, text: str) -> bool:
 
 def _publish_once(part: Path, path: Path) -> None:
     if objects.in_store(path):
-        objects.create(path, part.read_bytes())
+        store, name = objects.locate(path)
+        store.create(name, part.read_bytes())
         part.replace(path)
     else:
         os.link(part, path)
@@ -125,7 +132,10 @@ def _publish_once(part: Path, path: Path) -> None:
 
 def exists(path: Path) -> bool:
     """Return whether a file exists, in its store if it belongs to one."""
-    return objects.describe(path) is not None if objects.in_store(path) else path.is_file()
+    if not objects.in_store(path):
+        return path.is_file()
+    store, name = objects.locate(path)
+    return store.describe_file(name) is not None
 
 
 def remove_abandoned(directory: Path) -> int:
@@ -161,7 +171,9 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
             reason = "cannot be written"
         elif not exists(directory / marker):
             other_marker = f".{marker}.*{PART}"  # another process is claiming the directory too
-            names = sorted(n for n in _names_in(directory) if not fnmatch.fnmatchcase(n, other_marker))
+            stored = objects.in_store(directory)
+            listed = objects.list_objects(directory) if stored else [p.name for p in directory.iterdir()]
+            names = sorted(name for name in listed if not fnmatch.fnmatchcase(name, other_marker))
             if not names:
                 write_once(directory / marker, note)
             elif not exists(directory / marker):  # not claimed meanwhile
@@ -172,13 +184,6 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
         reason = f"cannot be written: {error.strerror or one_line(error)}"
     if reason:
         raise UserError(f"{setting}={directory} {reason}; set another {setting}", code="not-claimed")
-
-
-def _names_in(directory: Path) -> set[str]:
-    """Return the names of files and directories in a directory, of its store if it belongs to one."""
-    if objects.in_store(directory):
-        return {name.partition("/")[0] for name in objects.list_objects(directory)}
-    return {path.name for path in directory.iterdir()}
 
 
 def find_foreign_files(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
@@ -192,8 +197,9 @@ def remove_matching(directory: Path, patterns: Sequence[str]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
     if objects.in_store(directory):
+        store, _ = objects.locate(directory)
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(objects.remove, paths))
+            list(pool.map(store.delete, [objects.locate(path)[1] for path in paths]))
     parents = {parent for path in paths for parent in path.parents if directory in parent.parents}
     for parent in sorted(parents, reverse=True):
         with contextlib.suppress(OSError):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ParamSpec, TypeVar, get_args
 
 import fsspec
 
+from ..errors import PERMANENT, FailureError, UserError, one_line
 from .store import NEEDS, Store
 
 PIECE = 16 << 20  # bytes that are read at once
+PATIENCE = 180.0  # seconds
+LONGEST_PAUSE = 5.0  # seconds between two attempts
+PERMANENT_ERRORS = (UserError, ImportError, *get_args(PERMANENT))
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class FsspecStore(Store):
@@ -89,3 +99,53 @@ class FsspecStore(Store):
         if self._has_directories:
             self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
         return path
+
+
+def _patient(request: Callable[P, R]) -> Callable[P, R]:
+    """Repeat a request that fails, unless the error is permanent. Raises FailureError in the end."""
+
+    @wraps(request)
+    def repeated(*args: P.args, **options: P.kwargs) -> R:
+        deadline = time.monotonic() + PATIENCE
+        pause = 0.1
+        while True:
+            try:
+                return request(*args, **options)
+            except PERMANENT_ERRORS:
+                raise
+            except Exception as error:  # stores raise anything
+                lasting = "Credentials" in type(error).__name__
+                if lasting or time.monotonic() > deadline:
+                    problem = f"the object store cannot be used ({one_line(error, 200)})"
+                    advice = "Run the command again when it is reachable"
+                    kind = UserError if lasting else FailureError
+                    raise kind(f"{problem}. {advice}", code="unreachable") from None
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    return repeated
+
+
+class PatientStore(FsspecStore):
+    """A store that repeats failed requests for PATIENCE seconds, because servers fail and restart."""
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write a file that does not exist, with a unique content.
+
+        The content tells whether an earlier attempt, whose answer was lost, wrote the file.
+        """
+        try:
+            _patient(super().create)(name, content)
+        except FileExistsError:
+            if self.read(name) != content:
+                raise
+
+    @_patient
+    def download(self, name: str, sink: IO[bytes]) -> None:
+        sink.seek(0)
+        sink.truncate()
+        super().download(name, sink)
+
+
+for _name in ("describe_files", "describe_file", "modified", "read", "write", "upload", "delete", "open"):
+    setattr(PatientStore, _name, _patient(getattr(FsspecStore, _name)))

@@ -54,37 +54,41 @@ class LeaseFiles:
 class LeaseObjects(LeaseFiles):
     """The lease files of a directory in an object store."""
 
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._store, self._name = objects.locate(directory)
+
     def names(self) -> list[str]:
         return list(objects.list_objects(self.directory, 1))
 
     def create(self, name: str, content: str) -> None:
-        objects.create(self.directory / name, content.encode())
+        self._store.create(f"{self._name}/{name}", content.encode())
 
     def read(self, name: str) -> tuple[str, float]:
-        content = objects.read(self.directory / name)
+        content = self._store.read(f"{self._name}/{name}")
         if content is None:
             raise FileNotFoundError(name)
-        return content.decode(), objects.modified(self.directory / name)
+        return content.decode(), self._store.modified(f"{self._name}/{name}")
 
     def renew(self, name: str) -> None:
-        content = objects.read(self.directory / name)
+        content = self._store.read(f"{self._name}/{name}")
         if content is not None:  # a store has no times to set
-            objects.write(self.directory / name, content)
+            self._store.write(f"{self._name}/{name}", [content])
 
     def clear(self, name: str) -> None:
-        objects.write(self.directory / name, RELEASED.encode())
+        self._store.write(f"{self._name}/{name}", [RELEASED.encode()])
 
     def remove(self, name: str) -> None:
-        objects.remove(self.directory / name)
+        self._store.delete(f"{self._name}/{name}")
 
     def now(self) -> float:
         """Return the time by the store's clock. A process compares it with its own clock once."""
         bucket = str(objects.address_of(self.directory)).split("/")[2]
         if bucket not in _clocks:
-            probe = self.directory / f".clock.{uuid.uuid4().hex}"
-            objects.write(probe, b"")
-            _clocks[bucket] = objects.modified(probe) - time.monotonic()
-            objects.remove(probe)
+            probe = f"{self._name}/.clock.{uuid.uuid4().hex}"
+            self._store.write(probe, [b""])
+            _clocks[bucket] = self._store.modified(probe) - time.monotonic()
+            self._store.delete(probe)
         return _clocks[bucket] + time.monotonic()
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from ..errors import UserError
 from . import objects
@@ -48,21 +48,9 @@ def _copy_version(path: Path, info: Mapping[str, object]) -> None:
             return
     # The file may have been deleted since it was listed.
     with contextlib.suppress(FileNotFoundError), part_file(path, Path.replace) as sink:
-        objects.download(path, sink)
+        _download(path, sink)
         sink.flush()
         os.utime(sink.fileno(), ns=(time, time))
-
-
-def copy_missing(paths: Iterable[Path]) -> None:
-    """Download the files that have no local copy. Their names must identify their content."""
-    missing = [path for path in paths if objects.in_store(path) and not path.is_file()]
-
-    def copy(path: Path) -> None:
-        with part_file(path, Path.replace) as sink:
-            objects.download(path, sink)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(copy, missing))
 
 
 def copy_verified(files: Iterable[Wanted], hashes: Hashes) -> None:
@@ -73,7 +61,7 @@ def copy_verified(files: Iterable[Wanted], hashes: Hashes) -> None:
         if path.is_file() and path.stat().st_size == file.bytes and hashes.sha256(path) == file.sha256:
             return
         with part_file(path, Path.replace) as sink:
-            objects.download(path, sink)
+            _download(path, sink)
             sink.seek(0)
             if hashlib.file_digest(sink, "sha256").hexdigest() != file.sha256:  # type: ignore[arg-type]
                 problem = f"{objects.address_of(path)} has another content than its manifest lists"
@@ -85,13 +73,6 @@ def copy_verified(files: Iterable[Wanted], hashes: Hashes) -> None:
     hashes.save()
 
 
-def upload(files: Iterable[Path]) -> None:
-    """Write files, which are complete, to the store that their paths belong to."""
-    stored = [file for file in files if objects.in_store(file) and file.is_file()]
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(objects.upload, stored, stored))
-
-
 def size_of(path: Path) -> int:
     """Return the size of a file, in its store if it belongs to one. Raises OSError if there is none."""
     if not objects.in_store(path):
@@ -100,3 +81,8 @@ def size_of(path: Path) -> int:
     if info is None:
         raise FileNotFoundError(path)
     return int(info["size"])
+
+
+def _download(path: Path, sink: IO[bytes]) -> None:
+    store, name = objects.locate(path)
+    store.download(name, sink)

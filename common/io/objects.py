@@ -2,39 +2,26 @@
 
     s3://bucket/data/train/manifest.json    $EMO_MIRRORS/s3/bucket/data/train/manifest.json
 
-So a path tells whether a file is shared through a store or through a file system. The functions take paths of
-the first kind. A request that fails is repeated for PATIENCE seconds, because servers fail and restart.
+So a path tells whether a file is shared through a store or through a file system.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import re
 import time
-from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ..errors import PERMANENT, FailureError, UserError, one_line
+from ..errors import UserError, one_line
 from .store import NEEDS
 
 if TYPE_CHECKING:
-    from .fsspec_store import FsspecStore
+    from .fsspec_store import PatientStore
 
-PATIENCE = 180.0  # seconds
-LONGEST_PAUSE = 5.0  # seconds between two attempts
 RECENT = 0.5  # seconds
 ADDRESS = re.compile(r"([a-z][a-z0-9]*)://([^/@]+(?:/[^/@]+)+)/?")
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def is_address(text: str) -> bool:
-    """Return whether a directory is written as the address of a store."""
-    return "://" in text
 
 
 def local_directory(text: str) -> Path:
@@ -42,7 +29,7 @@ def local_directory(text: str) -> Path:
 
     Raises ValueError for an address without a bucket and a directory, or with a password.
     """
-    if not is_address(text):
+    if "://" not in text:
         return Path(text)
     match = ADDRESS.fullmatch(text)
     if match is None or {".", ".."} & {*match[2].split("/")}:
@@ -68,59 +55,32 @@ def in_store(path: Path) -> bool:
     return address_of(path) is not None
 
 
-def _locate(path: Path) -> tuple[FsspecStore, str]:
-    """Return the store of a file and its name there."""
+def locate(path: Path) -> tuple[PatientStore, str]:
+    """Return the store of a file or directory and its name there."""
     scheme, bucket, *rest = path.relative_to(mirrors()).parts
     return _open_store(f"{scheme}://{bucket}", os.getpid()), "/".join(rest)
 
 
 @cache
-def _open_store(target: str, process: int) -> FsspecStore:
+def _open_store(target: str, process: int) -> PatientStore:
     """Open a store for a process. A forked process needs its own."""
-    from .fsspec_store import FsspecStore
+    from .fsspec_store import PatientStore
 
     try:
-        return FsspecStore(target)
+        return PatientStore(target)
     except (ImportError, ValueError) as error:
         scheme = target.partition("://")[0]
         advice = f"pip install {NEEDS[scheme]}" if scheme in NEEDS else one_line(error, 200)
-        raise UserError(
-            f"{target} is not an address that fsspec can open ({advice})", code="address"
-        ) from None
+        problem = f"{target} is not an address that fsspec can open ({advice})"
+        raise UserError(problem, code="address") from None
 
 
-def _patient(request: Callable[P, R]) -> Callable[P, R]:
-    """Repeat a request that fails, unless the error is permanent. Raises FailureError in the end."""
-
-    @wraps(request)
-    def repeated(*args: P.args, **options: P.kwargs) -> R:
-        deadline = time.monotonic() + PATIENCE
-        pause = 0.1
-        while True:
-            try:
-                return request(*args, **options)
-            except Exception as error:  # stores raise anything
-                if isinstance(error, PERMANENT | UserError):
-                    raise
-                lasting = isinstance(error, ImportError) or "Credentials" in type(error).__name__
-                if lasting or time.monotonic() > deadline:
-                    kind = UserError if lasting else FailureError
-                    problem = f"the object store cannot be used ({one_line(error, 200)})"
-                    advice = "Run the command again when it is reachable"
-                    raise kind(f"{problem}. {advice}", code="unreachable") from None
-            time.sleep(pause * random.uniform(0.5, 1))
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    return repeated
-
-
-@_patient
 def list_objects(directory: Path, depth: int | None = None) -> dict[str, dict[str, Any]]:
     """Return what the store lists about each file below a directory, by its name relative to it.
 
     depth: levels of directories, or None for all.
     """
-    store, name = _locate(directory)
+    store, name = locate(directory)
     files = store.describe_files(name, depth)
     relative = {path.removeprefix(f"{name}/"): info for path, info in files.items()}
     return {path: info for path, info in relative.items() if ".." not in path.split("/")}
@@ -142,81 +102,3 @@ def forget_listings() -> None:
 
 
 _listings: dict[Path, tuple[float, dict[str, dict[str, Any]]]] = {}  # time and files, by directory
-
-
-@_patient
-def describe(path: Path) -> dict[str, Any] | None:
-    """Return what the store lists about a file, or None if it has none."""
-    store, name = _locate(path)
-    return store.describe_file(name)
-
-
-@_patient
-def modified(path: Path) -> float:
-    """Return when a file was written, by the store's clock."""
-    store, name = _locate(path)
-    return store.modified(name)
-
-
-@_patient
-def read(path: Path) -> bytes | None:
-    """Return the content of a file, or None if the store has none."""
-    store, name = _locate(path)
-    return store.read(name)
-
-
-@_patient
-def open_object(path: Path) -> IO[bytes]:
-    """Open a file of the store for reading at random positions."""
-    store, name = _locate(path)
-    return store.open(name)
-
-
-@_patient
-def download(path: Path, sink: IO[bytes]) -> None:
-    """Write the content of a file of the store to `sink`, which is cut to it."""
-    store, name = _locate(path)
-    sink.seek(0)
-    sink.truncate()
-    store.download(name, sink)
-
-
-@_patient
-def upload(file: Path, path: Path) -> None:
-    """Write the content of a local file to the store, or replace it there."""
-    store, name = _locate(path)
-    store.upload(name, file)
-    forget_listings()
-
-
-def create(path: Path, content: bytes) -> None:
-    """Write a file that the store does not have. Of several writers one succeeds.
-
-    The others get FileExistsError. The content must be unique, because a request whose answer is lost is
-    repeated.
-    """
-
-    @_patient
-    def put() -> None:
-        store, name = _locate(path)
-        store.create(name, content)
-
-    try:
-        put()
-    except FileExistsError:
-        if read(path) != content:
-            raise
-
-
-@_patient
-def write(path: Path, content: bytes) -> None:
-    """Write a small file, or replace it."""
-    store, name = _locate(path)
-    store.write(name, [content])
-
-
-@_patient
-def remove(path: Path) -> None:
-    """Delete a file of the store, if it exists."""
-    store, name = _locate(path)
-    store.delete(name)

@@ -27,7 +27,7 @@ from emo.common.cli.progress import progress
 from emo.common.errors import UserError
 from emo.common.io.files import part_file
 from emo.common.io.lease import Lease, hold_if_free
-from emo.common.io.objects import describe_recently, forget_listings, in_store, open_object
+from emo.common.io.objects import describe_recently, forget_listings, in_store, locate
 from emo.common.parallel import WorkerPool
 
 from ..config import FORMAT, DataConfig, settings
@@ -223,13 +223,14 @@ class Scan:
             forget_listings()
             if not (self.is_complete(unit) or ended()):
                 self.make_part(unit, pool, advance)
+                forget_listings()
         return ""
 
     def is_complete(self, unit: Unit) -> bool:
         """Return whether the part of a unit exists, made from the current sources."""
         if unit.number not in self.parts:
             path = self._path(unit)
-            if in_store(path) and not path.is_file() and describe_recently(path) is None:
+            if in_store(path) and describe_recently(path) is None:
                 return False
             part = read_part(path, self._keys[unit.number])
             if part is not None:
@@ -368,8 +369,11 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
 def read_part(path: Path, key: str) -> ScanPart | None:
     """Return a part, or None if it does not exist or has another key."""
     try:
-        local = path.is_file() or not in_store(path)
-        note = json.loads(pq.read_metadata(path if local else open_object(path)).metadata[b"note"])
+        file: Any = path
+        if in_store(path):  # this host may have an old copy
+            store, name = locate(path)
+            file = store.open(name)
+        note = json.loads(pq.read_metadata(file).metadata[b"note"])
         if note["key"] != key:
             return None
         pieces = np.array(note["pieces"], np.int64).reshape(-1, 5)

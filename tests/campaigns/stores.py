@@ -175,6 +175,8 @@ def moto() -> Iterator[Environment]:
 
 def train(directory: Path, environment: Environment, show: Campaign) -> None:
     """The losses of a run from the bucket, on a host that has no copies, against one from a disk."""
+    directory /= "training"
+    directory.mkdir()
     recipe = launching.tiny_recipe(directory)
     runs = {"disk": (), "bucket": ("data.dir=s3://data/tiny",)}
     results = {}

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from emo.common.errors import FailureError
-from emo.common.io import objects
+from emo.common.io import fsspec_store, objects
 from emo.common.io.lease import Lease, living_users, register_user
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig
@@ -126,7 +126,7 @@ def test_a_recipe_keeps_the_address(files: Path, tmp_path: Path, monkeypatch: py
             config_of(tmp_path, address)
     with refused("address"):
         run(config_of(tmp_path, "nosuch://one/data"))
-    monkeypatch.setattr(objects, "PATIENCE", 0.1)
+    monkeypatch.setattr(fsspec_store, "PATIENCE", 0.1)
     object_store.FAULTS["share"] = 1.0
     with refused("unreachable") as error:
         run(config)
