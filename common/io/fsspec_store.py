@@ -19,7 +19,7 @@ from .store import NEEDS, Store
 PIECE = 16 << 20  # bytes that are read at once
 PATIENCE = 180.0  # seconds
 LONGEST_PAUSE = 5.0  # seconds between two attempts
-PERMANENT_ERRORS = (UserError, ImportError, *get_args(PERMANENT))
+PERMANENT_ERRORS = (UserError, ImportError, ValueError, *get_args(PERMANENT))
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,13 +82,13 @@ class FsspecStore(Store):
         with contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._path(name))
 
-    def open(self, name: str) -> IO[bytes]:
-        """Open a file for reading at random positions."""
-        return self._system.open(self._path(name), "rb")
+    def inspect(self, name: str, read: Callable[[IO[bytes]], R]) -> R:
+        """Return what a function reads from a file, at any positions."""
+        with self._system.open(self._path(name), "rb") as source:
+            return read(source)
 
     def download(self, name: str, sink: IO[bytes]) -> None:
-        with self.open(name) as source:
-            shutil.copyfileobj(source, sink, PIECE)
+        self.inspect(name, lambda source: shutil.copyfileobj(source, sink, PIECE))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -147,5 +147,5 @@ class PatientStore(FsspecStore):
         super().download(name, sink)
 
 
-for _name in ("describe_files", "describe_file", "modified", "read", "write", "upload", "delete", "open"):
+for _name in ("describe_files", "describe_file", "modified", "read", "write", "upload", "delete", "inspect"):
     setattr(PatientStore, _name, _patient(getattr(FsspecStore, _name)))

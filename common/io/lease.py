@@ -27,7 +27,6 @@ from .lease_files import RELEASED, LeaseFiles, lease_files
 
 SECONDS = 60.0  # until an unrenewed lease expires; it is renewed four times as often
 WRITING_SECONDS = 5.0  # until an empty lease file counts as abandoned
-POLL = 0.1  # seconds between attempts to take a lease
 
 
 class Holder(NamedTuple):
@@ -145,7 +144,7 @@ def wait_and_hold(lease: Lease, waiting: Callable[[str], None] | None) -> Iterat
         if waiting is not None:
             waiting(str(lease.holder() or "a process that has just started"))
             waiting = None
-        time.sleep(POLL)
+        time.sleep(lease_files(lease.directory).poll)
     try:
         yield
     finally:

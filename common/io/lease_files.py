@@ -15,6 +15,8 @@ RELEASED = "released"  # content of a released lease in a store
 class LeaseFiles:
     """The lease files of a directory in a file system."""
 
+    poll = 0.1  # seconds between attempts to take a lease
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
@@ -53,6 +55,8 @@ class LeaseFiles:
 
 class LeaseObjects(LeaseFiles):
     """The lease files of a directory in an object store."""
+
+    poll = 1.0
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

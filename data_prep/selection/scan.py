@@ -369,11 +369,12 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
 def read_part(path: Path, key: str) -> ScanPart | None:
     """Return a part, or None if it does not exist or has another key."""
     try:
-        file: Any = path
         if in_store(path):  # this host may have an old copy
             store, name = locate(path)
-            file = store.open(name)
-        note = json.loads(pq.read_metadata(file).metadata[b"note"])
+            metadata = store.inspect(name, pq.read_metadata)
+        else:
+            metadata = pq.read_metadata(path)
+        note = json.loads(metadata.metadata[b"note"])
         if note["key"] != key:
             return None
         pieces = np.array(note["pieces"], np.int64).reshape(-1, 5)

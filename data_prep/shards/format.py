@@ -40,7 +40,7 @@ from ..config import FORMAT, MAX_TOKENS, TRAIN, DataConfig, check_prepared, spli
 MANIFEST = "manifest.json"
 HASHES = "hashes.json"  # hashes of files on this machine
 # Files besides shards: settings, tokenizer, manifests, scores.
-COPIED = ("settings.json", "tokenizer/*", f"*/{MANIFEST}", "*/scores/*/*")
+COPIED = ("settings.json", "tokenizer/*", f"*/{MANIFEST}", "*/contamination.json", "*/scores/*/*")
 AGAIN = "run: emo prepare RECIPE"
 RELEASE_EVERY = 256  # rows between releases of mapped pages: each row may have mapped 64 KiB around it
 # Largest manifest. The largest number of shards takes 57 MB, each further domain 18 MB, a million files 400

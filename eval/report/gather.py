@@ -12,6 +12,7 @@ import numpy as np
 
 from emo.common.config.recipe import read_written
 from emo.common.errors import UserError
+from emo.common.io.objects import local_directory
 from emo.common.io.untrusted import read_json
 from emo.common.provenance import code_version, library_versions
 from emo.common.report.figure import choose_series
@@ -239,7 +240,7 @@ def _read_contamination(run: Path, faults: list[str]) -> dict[str, Container[str
     faults: receives a line if a report cannot be read.
     """
     try:
-        overlap = Path(read_written(run / CONFIG)["data"]["dir"]) / "train" / "contamination.json"
+        overlap = local_directory(read_written(run / CONFIG)["data"]["dir"]) / "train" / "contamination.json"
         tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
     except (OSError, LookupError, TypeError, ValueError, AttributeError):
         return {}

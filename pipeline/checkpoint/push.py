@@ -14,6 +14,7 @@ from emo.common.config.recipe import read_written
 from emo.common.errors import FailureError, UserError, iterate_causes, one_line
 from emo.common.io.files import write_text
 from emo.common.io.hub import HUB_ID
+from emo.common.io.objects import local_directory
 from emo.common.io.weights import (
     ADAPTER,
     ADAPTER_FILE,
@@ -162,7 +163,7 @@ def model_card(export: Path, name: str) -> str:
 def _data_lines(config: Mapping[str, Any]) -> list[str]:
     """Return the data sets of a run with their shares of the training rows."""
     try:
-        sources = read_manifest(Path(config["data"]["dir"]) / TRAIN).sources
+        sources = read_manifest(local_directory(config["data"]["dir"]) / TRAIN).sources
         rows = [int(source["train"]) for source in sources]
     except (OSError, ValueError, LookupError, TypeError, UserError):
         return []

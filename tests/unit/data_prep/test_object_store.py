@@ -45,56 +45,58 @@ def config_of(root: Path, directory: str = ADDRESS) -> DataConfig:
     return data_config(root, dir=directory, sources=sources, shards=4, validation_fraction=0.2)
 
 
-@pytest.fixture
-def expected(tmp_path: Path) -> dict[str, bytes]:
-    """The bytes of a run without a store. Writes the sources."""
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with sources, and with data that were prepared from them without a store."""
+    root = tmp_path_factory.mktemp("sources")
     for i in range(5):
-        write_jsonl(tmp_path / f"{i}.jsonl", texts(50, seed=i))
-    run(config_of(tmp_path, str(tmp_path / "alone")))
-    return file_bytes(tmp_path / "alone")
+        write_jsonl(root / f"{i}.jsonl", texts(50, seed=i))
+    run(config_of(root, str(root / "alone")))
+    return root
 
 
-def on_host(root: Path, host: int, hosts: int) -> None:
+def on_host(root: Path, mirrors: Path, host: int, hosts: int) -> None:
     """Run a job on a host, which has its own local copies."""
-    os.environ["EMO_MIRRORS"] = str(root / f"host-{host}")
+    os.environ["EMO_MIRRORS"] = str(mirrors / f"host-{host}")
     random.seed(host)
     run(config_of(root), (host, hosts))
 
 
 def test_hosts_make_the_same_bytes_while_requests_fail_and_jobs_die(
-    files: Path, tmp_path: Path, expected: dict[str, bytes]
+    files: Path, tmp_path: Path, root: Path
 ) -> None:
     object_store.FAULTS.update(share=0.03, pause=0.01)
-    others = [FORK.Process(target=on_host, args=(tmp_path, host, 3)) for host in (1, 2)]
+    others = [FORK.Process(target=on_host, args=(root, tmp_path, host, 3)) for host in (1, 2)]
     for process in others:
         process.start()
     moments = random.Random(1)
-    killed = to_the_end(on_host, (tmp_path, 0, 3), 3, lambda: moments.uniform(0.1, 1.0))
+    killed = to_the_end(on_host, (root, tmp_path, 0, 3), 3, lambda: moments.uniform(0.1, 1.0))
     for process in others:
         process.join()
     assert [process.exitcode for process in others] == [0, 0]
     made = file_bytes(files / "one/data")
-    assert killed and made == expected
+    assert killed and made == file_bytes(root / "alone")
     left = [path for path in (files / "one/data").rglob("*") if path.is_file()]
     assert not [path for path in left if ".new" in path.parts or path.name == "hashes.json"]
 
 
 def test_local_copies_follow_the_store(
-    files: Path, tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    files: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second host has old copies, and a job there makes nothing again; a damaged shard is not used."""
-    config = config_of(tmp_path)
+    config = config_of(root)
     assert not is_prepared(config)
     run(config)
     assert is_prepared(config) and "already prepared" in run(config)[0]
     before = open_prepared(config)[0]
     monkeypatch.setenv("EMO_MIRRORS", str(tmp_path / "second"))
-    config = config_of(tmp_path)
+    config = config_of(root)
     after = open_prepared(config)[0]
     assert (after.batch(np.arange(9))["labels"] == before.batch(np.arange(9))["labels"]).all()
     assert "already prepared" in run(config)[0] and config.dir.is_relative_to(tmp_path / "second")
     monkeypatch.setenv("EMO_MIRRORS", str(tmp_path / "mirrors"))
-    write_jsonl(tmp_path / "0.jsonl", texts(40, seed=9))
+    for i in range(5):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts(40, seed=9 + i))
     run(config_of(tmp_path), force=True)
     monkeypatch.setenv("EMO_MIRRORS", str(tmp_path / "second"))
     assert open_prepared(config)[0].fingerprint != before.fingerprint
@@ -105,8 +107,8 @@ def test_local_copies_follow_the_store(
         open_prepared(config)
 
 
-def test_commands_take_an_address(files: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
-    run(config_of(tmp_path))
+def test_commands_take_an_address(files: Path, tmp_path: Path, root: Path) -> None:
+    run(config_of(root))
     shutil.rmtree(tmp_path / "mirrors")
     assert main(["verify", ADDRESS]) == main(["inspect", ADDRESS, "--rows", "1"]) == 0
     (files / "one/other").mkdir(parents=True)
@@ -154,14 +156,12 @@ def test_a_lease_in_a_store_has_one_holder(files: Path) -> None:
     assert living_users(directory / "users") == []
 
 
-def test_jobs_share_s3_while_the_server_fails_and_restarts(
-    tmp_path: Path, expected: dict[str, bytes]
-) -> None:
+def test_jobs_share_s3_while_the_server_fails_and_restarts(tmp_path: Path, root: Path) -> None:
     """Two commands with the real client. The server loses answers, and is killed in between."""
     pytest.importorskip("s3fs", reason="needs s3fs")
     recipe = tmp_path / "recipe.yaml"
     sources = [{"files": f"{i}.jsonl", "limit": 40} for i in range(5)]
-    data = {"dir": "s3://data/made", "root": str(tmp_path), "tokenizer": str(tiny_tokenizer())}
+    data = {"dir": "s3://data/made", "root": str(root), "tokenizer": str(tiny_tokenizer())}
     data |= {"sequence_len": 32, "shards": 4, "sources": sources, "validation_fraction": 0.2}
     recipe.write_text(yaml.safe_dump({"data": data}))
     with s3_server(tmp_path / "s3", free_port(), 0.03, 0.02, 0.05) as server:
@@ -175,5 +175,6 @@ def test_jobs_share_s3_while_the_server_fails_and_restarts(
         server.kill()
         server.start()
         assert [job.wait(300) for job in jobs] == [0, 0]
+    expected = file_bytes(root / "alone")
     names = {"made%2F" + name.replace("/", "%2F"): content for name, content in expected.items()}
     assert {name: (tmp_path / "s3/data" / name).read_bytes() for name in names} == names
