@@ -16,7 +16,7 @@ from emo.common.cli.progress import make_console
 from emo.common.cli.submit import apply_job, submit_array
 from emo.common.config.recipe import Section, read_recipe
 from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
-from emo.common.io.objects import local_directory
+from emo.common.io.objects import address_of, local_directory
 from emo.common.text import counted, printable
 
 from .config import DataConfig, load_data_config
@@ -42,7 +42,7 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
         examples=["emo inspect runs/quickstart/data/pretrain --rows 1"],
     )
     about = "prepared directory or its address, or one split of a directory"
-    inspect.add_argument("directory", type=_directory, metavar="DIR", help=about)
+    inspect.add_argument("directory", type=local_directory, metavar="DIR", help=about)
     inspect.add_argument("--rows", type=int, default=3, help="number of rows to show (%(default)s)")
     inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows (%(default)s)")
     verify = commands.add_parser(
@@ -53,7 +53,7 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
         examples=["emo verify runs/quickstart/data/pretrain"],
         notes={ExitCode.MISTAKE: "the data are damaged, or invalid input"},
     )
-    verify.add_argument("directory", type=_directory, metavar="DIR", help=about)
+    verify.add_argument("directory", type=local_directory, metavar="DIR", help=about)
     sniff = commands.add_parser(
         "sniff",
         description="Detect the format of a data file, show how three of its rows are parsed, and print the "
@@ -164,9 +164,10 @@ def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
 
 def _submit(args: argparse.Namespace, config: DataConfig) -> None:
     """Submit the jobs of a preparation to Slurm or Kubernetes."""
+    name = address_of(config.dir) or config.dir
     if args.force:
         raise UserError(
-            f"--force with --on {args.on} would discard the shards of other jobs. Delete {config.dir} first",
+            f"--force with --on {args.on} would discard the shards of other jobs. Delete {name} first",
             code="force-with-shard",
         )
     if args.on == "slurm":
@@ -174,15 +175,16 @@ def _submit(args: argparse.Namespace, config: DataConfig) -> None:
         array, last = submit_array("prepare.sbatch", words, args.jobs, args.workers)
         _say(f"submitted: job {array} of {counted(args.jobs, 'task')}, then job {last} completes the data")
         _say(f"train after it: sbatch --dependency afterok:{last} launch/slurm/train.sbatch ...")
+        _say(f"see its progress: emo top {name}")
         return
     if args.overlay is None:
         raise UserError("--on kubernetes needs --overlay DIR", code="option-needs")
     import yaml
 
     text = yaml.safe_dump(read_recipe(args.recipe, args.overrides), sort_keys=False)
-    name = apply_job(args.overlay, "prepare", text, args.jobs)
-    _say(f"applied: job {name}, {counted(args.jobs, 'pod')}")
-    _say(f"wait for it: kubectl wait --for condition=complete --timeout=-1s job/{name}")
+    job = apply_job(args.overlay, "prepare", text, args.jobs)
+    _say(f"applied: job {job}, {counted(args.jobs, 'pod')}")
+    _say(f"wait for it: kubectl wait --for condition=complete --timeout=-1s job/{job}")
 
 
 def _say(line: str) -> None:
@@ -193,13 +195,6 @@ def _say(line: str) -> None:
         if error.errno != errno.ENOSPC:
             raise
         raise DiskFullError("no space left for standard output") from None
-
-
-def _directory(text: str) -> Path:
-    try:
-        return local_directory(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def _positive(text: str) -> int:

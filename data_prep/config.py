@@ -50,6 +50,8 @@ USED: dict[str, Callable[[Any], bool]] = {
 FORMAT = 7  # version of prepared data. Raise it if the same configuration gives other bytes
 SET = "if set"  # marks newer fields, which are not part of `settings` unless they are set
 
+MARKER = "data_prep.json"  # marks a directory made by prepare
+MANIFEST = "manifest.json"  # marks a split whose shards are complete
 TRAIN = "train"  # the training data
 VALIDATION = "validation"  # an unnamed validation set
 DEFAULT_DOMAIN = "default"  # of sources without a domain

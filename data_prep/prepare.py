@@ -60,7 +60,7 @@ from .checks import (
     planned_inputs,
     read_chat_template,
 )
-from .config import FORMAT, TRAIN, VALIDATION, DataConfig, context_of, settings
+from .config import FORMAT, MARKER, TRAIN, VALIDATION, DataConfig, context_of, settings
 from .encoding.chat_templates import BUILT_IN
 from .encoding.chats import check_template
 from .encoding.tokenizer import (
@@ -100,7 +100,6 @@ from .sources.hub import is_saved
 from .sources.reader import SourceReader
 from .sources.rows import plain_text, take
 
-MARKER = "data_prep.json"
 GRAMS = "grams.npz"
 OVERLAP = "contamination.json"
 NEW = ".new"  # the directory of planning jobs

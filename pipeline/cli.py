@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from emo.common.cli.commands import ALWAYS, Parser, add_recipe, announce, parse_arguments, parse_shard
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of
+from emo.common.io.objects import local_directory
 from emo.common.text import printable
 
 from .config import RunConfig, load_config
@@ -68,12 +69,13 @@ def make_parser() -> argparse.ArgumentParser:
     _add_score(commands)
     top = commands.add_parser(
         "top",
-        description="Show what the ranks of a run are doing, or did last. The files in the run directory are "
-        "read, so it works on any host that shares them.",
-        examples=["emo top runs/quickstart/pretrain"],
+        description="Show what the ranks of a run are doing, or did last, or how much of a recipe's data is "
+        "prepared. The files in the directory are read, so it works on any host that shares them.",
+        examples=["emo top runs/quickstart/pretrain", "emo top runs/quickstart/data/pretrain"],
     )
     top.set_defaults(work=_top)
-    top.add_argument("run", type=Path, metavar="RUN_DIR", help="output_dir of the run's recipe")
+    about = "output_dir of the run's recipe, or its data.dir"
+    top.add_argument("run", type=local_directory, metavar="RUN_DIR", help=about)
     export = commands.add_parser(
         "export-model",
         description="Export a checkpoint as a Hugging Face model, on the CPU. It may have been saved without "

@@ -5,23 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from ..errors import UserError
 from . import objects
 from .files import PART, THREADS, Hashes, list_files, match_name, part_file
 from .store import version_of
-
-
-class Wanted(NamedTuple):
-    """A file of known content."""
-
-    path: Path
-    bytes: int
-    sha256: str
 
 
 def refresh(directory: Path, patterns: Sequence[str]) -> None:
@@ -53,23 +45,22 @@ def _copy_version(path: Path, info: Mapping[str, object]) -> None:
         os.utime(sink.fileno(), ns=(time, time))
 
 
-def copy_verified(files: Iterable[Wanted], hashes: Hashes) -> None:
-    """Download the files that have no local copy with their hash. Raises UserError for another content."""
+def copy_verified(files: Mapping[Path, str], hashes: Hashes) -> None:
+    """Download the files that have no local copy with their sha256. Raises UserError for another content."""
 
-    def copy(file: Wanted) -> None:
-        path = file.path
-        if path.is_file() and path.stat().st_size == file.bytes and hashes.sha256(path) == file.sha256:
+    def copy(path: Path, digest: str) -> None:
+        if path.is_file() and hashes.sha256(path) == digest:
             return
         with part_file(path, Path.replace) as sink:
             _download(path, sink)
             sink.seek(0)
-            if hashlib.file_digest(sink, "sha256").hexdigest() != file.sha256:  # type: ignore[arg-type]
+            if hashlib.file_digest(sink, "sha256").hexdigest() != digest:  # type: ignore[arg-type]
                 problem = f"{objects.address_of(path)} has another content than its manifest lists"
                 raise UserError(f"{problem}. Run `emo prepare RECIPE` again", code="damaged-data")
         hashes.sha256(path)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(copy, files))
+        list(pool.map(copy, files, files.values()))
     hashes.save()
 
 

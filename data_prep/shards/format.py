@@ -31,13 +31,12 @@ from emo.common.config.recipe import LARGEST, Section
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import Hashes, exists
 from emo.common.io.lease import Lease, wait_and_hold
-from emo.common.io.mirror import Wanted, copy_verified, refresh
+from emo.common.io.mirror import copy_verified, refresh
 from emo.common.io.objects import address_of, mirrors
 from emo.common.io.untrusted import read_json
 
-from ..config import FORMAT, MAX_TOKENS, TRAIN, DataConfig, check_prepared, split_of
+from ..config import FORMAT, MANIFEST, MAX_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
-MANIFEST = "manifest.json"
 HASHES = "hashes.json"  # hashes of files on this machine
 # Files besides shards: settings, tokenizer, manifests, scores.
 COPIED = ("settings.json", "tokenizer/*", f"*/{MANIFEST}", "*/contamination.json", "*/scores/*/*")
@@ -438,9 +437,8 @@ def copy_prepared(directory: Path) -> None:
     with wait_and_hold(Lease(locks, hashlib.sha256(address.encode()).hexdigest()), None):
         refresh(directory, COPIED)
         splits = [file.parent for file in directory.glob(f"*/{MANIFEST}")]
-        shards = [(split / info.file, info) for split in splits for info in read_manifest(split).shards]
-        wanted = (Wanted(path, info.bytes, info.sha256) for path, info in shards)
-        copy_verified(wanted, Hashes(directory / HASHES))
+        shards = {split / info.file: info.sha256 for split in splits for info in read_manifest(split).shards}
+        copy_verified(shards, Hashes(directory / HASHES))
 
 
 def open_prepared(config: DataConfig) -> tuple[TokenDataset, dict[str, TokenDataset]]:

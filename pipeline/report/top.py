@@ -12,6 +12,7 @@ from emo.common.errors import UserError
 from emo.common.io.untrusted import number
 from emo.common.report.numbers import DASH, formatted
 from emo.common.text import counted, printable
+from emo.data_prep.shards.progress import describe_progress, is_data_directory
 
 from ..control.heartbeat import find_late_rank, read_ranks
 from ..control.run_dir import ALIVE, ENDED, RANKS, read_heartbeat
@@ -24,7 +25,13 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def show_ranks(run_dir: Path) -> None:
-    """Print the table of ranks. On a terminal it is refreshed until the run is over."""
+    """Print the table of ranks. On a terminal it is refreshed until the run is over.
+
+    The directory may also be one of prepared data.
+    """
+    if is_data_directory(run_dir):
+        print(describe_progress(run_dir))
+        return
     while True:
         text, is_over = format_ranks(run_dir, time.time())
         live = sys.stdout.isatty() and not is_over

@@ -54,10 +54,16 @@ def test_a_run_that_is_over_keeps_its_last_state(tmp_path: Path, beat: dict[str,
 
 def test_the_command_imports_no_large_library(tmp_path: Path) -> None:
     write(tmp_path / "run", time.time())
+    made = ["data_prep.json", "train/manifest.json", *(f"train/shard-0000{i}-of-00002.arrow" for i in (0, 1))]
+    for name in (*made, "validation/shard-00000-of-00002.arrow", ".new/scan/000000.parquet"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).touch()
+    progress = "1 part of the sources read; train has 2 of 2 shards, complete; validation has 1 of 2 shards"
     code = "import sys; from emo.pipeline.cli import main; code = main(sys.argv[1:])\n"
     code += f"assert not {HEAVY} & sys.modules.keys(); sys.exit(code)"
     for directory, expected, word in (
         ("run", ExitCode.DONE, "node-0"),
+        ("data", ExitCode.DONE, progress),
         ("none", ExitCode.MISTAKE, "output_dir"),
     ):
         command = [sys.executable, "-c", code, "top", str(tmp_path / directory)]
