@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import shutil
 import time
@@ -67,7 +68,12 @@ class FsspecStore(Store):
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file that does not exist. Of several writers one succeeds; others get FileExistsError."""
-        self._system.pipe_file(self._new_path(name), content, mode="create")
+        try:
+            self._system.pipe_file(self._new_path(name), content, mode="create")
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # of s3fs, for a server that names no condition in its answer
+                raise FileExistsError(name) from None
+            raise
 
     def upload(self, name: str, file: Path) -> None:
         """Write the content of a local file, or replace it."""

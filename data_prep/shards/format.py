@@ -142,7 +142,8 @@ def parse_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST
     if not file.is_file():
         state = "is not complete" if directory.is_dir() else "does not exist"
-        raise UserError(f"prepared data {directory} {state}; {AGAIN}", code="not-prepared")
+        name = address_of(directory) or directory
+        raise UserError(f"prepared data {name} {state}; {AGAIN}", code="not-prepared")
     try:
         tree = read_json(file, MANIFEST_BYTES)
         if tree["format"] == FORMAT:  # other formats have other fields
