@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from emo.common.cli.commands import ALWAYS, Parser, add_recipe, announce, parse_arguments
+from emo.common.cli.submit import submit_file
 from emo.common.errors import AGAIN, ExitCode, UserError, exit_code_of
 from emo.common.io.files import replace_nonfinite, write_text
 from emo.pipeline.cli import silence_libraries
@@ -52,6 +53,7 @@ def make_parsers() -> dict[str, Parser]:
     add("--slurm", type=Path, metavar="FILE", help="write a Slurm array job instead of running")
     text = "write a Kubernetes Indexed Job instead of running"
     add("--kubernetes", type=Path, metavar="FILE", help=text)
+    add("--on", choices=[*JOBS], help="submit such a job, which is written to the experiment's directory")
     add("--workers", type=int, default=8, metavar="N", help="number of workers in these jobs (%(default)s)")
     table = Parser(
         prog="emo table",
@@ -89,12 +91,18 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     if args.jobs < 1 or args.workers < 1:
         raise UserError("--jobs and --workers must be at least 1", code="option-value")
     sweep = Sweep(experiment, lambda line: print(line, flush=True))
-    starts = not (args.dry_run or args.slurm or args.kubernetes)
+    starts = not (args.dry_run or args.slurm or args.kubernetes or args.on)
     check_runs(sweep, starts)
     _plan(sweep, args.jobs)
-    for scheduler in JOBS:
-        if (target := getattr(args, scheduler)) is not None:
-            write_text(target, _job(scheduler, args, experiment.ranks))
+    for scheduler, name in JOBS.items():
+        submits = args.on == scheduler
+        target = getattr(args, scheduler) or (experiment.out / name if submits else None)
+        if target is None:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, _job(scheduler, args, experiment.ranks))
+        if submits:
+            print(f"submitted: {submit_file(scheduler, target)}")
     if not starts:
         return ExitCode.DONE
     # Parallel runs share the cores of a machine without a GPU.

@@ -13,6 +13,8 @@ from ..errors import FailureError, UserError, one_line
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 COMPONENT = "app.kubernetes.io/component"
 RECIPE_FILE = "recipe.yaml"
+SLURM = "Slurm's client"
+KUBERNETES = "Kubernetes' client"
 
 
 def submit_array(script: str, words: list[str], jobs: int, cpus: int | None) -> tuple[str, str]:
@@ -31,12 +33,19 @@ def submit_array(script: str, words: list[str], jobs: int, cpus: int | None) -> 
     environment = {name: value for name, value in os.environ.items() if name != "JOBS"}  # the file reads it
 
     def submit(*options: str) -> str:
-        done = _call(["sbatch", "--parsable", *options], "Slurm's client", environment)
+        done = _call(["sbatch", "--parsable", *options], SLURM, environment)
         return done.strip().partition(";")[0]  # a cluster may follow
 
     array = submit("--array", f"0-{jobs - 1}", *size, file, *words)
     after = ["--dependency", f"afterok:{array}", "--kill-on-invalid-dep=yes", "--array", "0"]
     return array, submit(*after, "--cpus-per-task", "1", file, *words, "--finish")
+
+
+def submit_file(scheduler: str, file: Path) -> str:
+    """Submit a complete job file to "slurm" or "kubernetes". Return what the client prints about it."""
+    if scheduler == "slurm":
+        return f"job {_call(['sbatch', '--parsable', str(file)], SLURM).strip()}"
+    return _call(["kubectl", "apply", "-f", str(file)], KUBERNETES).strip()
 
 
 def apply_job(overlay: Path, component: str, recipe: str, jobs: int) -> str:
@@ -52,7 +61,7 @@ def apply_job(overlay: Path, component: str, recipe: str, jobs: int) -> str:
     """
     import yaml
 
-    rendered = _call(["kubectl", "kustomize", str(overlay)], "Kubernetes' client")
+    rendered = _call(["kubectl", "kustomize", str(overlay)], KUBERNETES)
     documents: list[dict[str, Any]] = [tree for tree in yaml.safe_load_all(rendered) if tree]
     chosen = [tree for tree in documents if _component(tree) in ("common", component)]
     job = next((t for t in chosen if t["kind"] == "Job" and _component(t) == component), None)
@@ -64,7 +73,7 @@ def apply_job(overlay: Path, component: str, recipe: str, jobs: int) -> str:
     settings["data"] = {RECIPE_FILE: recipe}
     set_job(job, name, jobs)
     text = "\n---\n".join(json.dumps(tree) for tree in (settings, *chosen))
-    _call(["kubectl", "apply", "-f", "-"], "Kubernetes' client", text=text)
+    _call(["kubectl", "apply", "-f", "-"], KUBERNETES, text=text)
     return str(metadata["name"])
 
 

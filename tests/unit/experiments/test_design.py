@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,10 @@ def test_names_are_filled_in_and_labels_override_them(tmp_path: Path) -> None:
     assert last.overrides["data.root"] == last.variables["place"] == "there/where/far"
 
 
-def test_jobs_share_the_runs(tmp_path: Path) -> None:
-    """Workers of a Slurm array and of a Kubernetes job run the same command."""
+def test_jobs_share_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers of a Slurm array and of a Kubernetes job run the same command. `--on` submits the same file."""
     path, array, job = (tmp_path / name for name in ("sweep.yaml", "a.sbatch", "a.yaml"))
     write(tmp_path, out=str(tmp_path / "out"), ranks=2)
     assert main(["sweep", str(path), "--slurm", str(array), "--kubernetes", str(job), "--workers", "3"]) == 0
@@ -109,6 +112,12 @@ def test_jobs_share_the_runs(tmp_path: Path) -> None:
     assert spec["parallelism"] == spec["completions"] == 3
     assert container["command"] == ["python", "-m", "emo", "sweep", str(path)]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncat "$2" > {tmp_path}/submitted\necho 17\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["sweep", str(path), "--on", "slurm", "--workers", "3"]) == 0
+    assert (tmp_path / "submitted").read_text() == array.read_text()
+    assert "submitted: job 17" in capsys.readouterr().out
 
 
 def small_sweep(root: Path, late: dict[str, Any], **changes: Any) -> Sweep:
