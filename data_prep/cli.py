@@ -143,8 +143,9 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 
 def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
     """Run one job here, or all jobs on a scheduler."""
-    if args.on is not None and (args.shard != (0, 1) or args.finish):
-        raise UserError("--on makes all shards. Remove --shard and --finish", code="options-clash")
+    if args.on is not None and (args.shard != (0, 1) or args.finish or (args.force and args.on != "ray")):
+        problem = "--on excludes --shard and --finish, and except for Ray also --force"
+        raise UserError(f"{problem}. Remove them", code="options-clash")
     if args.on in ("slurm", "kubernetes"):
         _submit(args, config)
         return
@@ -164,18 +165,12 @@ def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
 
 def _submit(args: argparse.Namespace, config: DataConfig) -> None:
     """Submit the jobs of a preparation to Slurm or Kubernetes."""
-    name = address_of(config.dir) or config.dir
-    if args.force:
-        raise UserError(
-            f"--force with --on {args.on} would discard the shards of other jobs. Delete {name} first",
-            code="force-with-shard",
-        )
     if args.on == "slurm":
         words = [str(args.recipe), *args.overrides]
         array, last = submit_array("prepare.sbatch", words, args.jobs, args.workers)
         _say(f"submitted: job {array} of {counted(args.jobs, 'task')}, then job {last} completes the data")
         _say(f"train after it: sbatch --dependency afterok:{last} launch/slurm/train.sbatch ...")
-        _say(f"see its progress: emo top {name}")
+        _say(f"see its progress: emo top {address_of(config.dir) or config.dir}")
         return
     if args.overlay is None:
         raise UserError("--on kubernetes needs --overlay DIR", code="option-needs")

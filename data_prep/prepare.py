@@ -22,7 +22,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -165,7 +164,6 @@ def prepare(
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk(config.dir))
         with job.lock_planning():
-            job.refresh()
             if force or not (config.dir / PLAN).is_file():
                 job.begin(force)
             else:
@@ -174,7 +172,6 @@ def prepare(
         if not (config.dir / PLAN).is_file():
             scan = job.scan(shard[0] / shard[1])
             with job.lock_planning():
-                job.refresh()
                 if not (config.dir / PLAN).is_file():
                     if not (job.new / SETTINGS).is_file():  # a job died while it published the plan
                         job.set_up()
@@ -214,12 +211,15 @@ class Preparation:
 
     # --- planning -----------------------------------------------------------------------------------------
 
-    def lock_planning(self) -> AbstractContextManager[None]:
-        """Return a context in which no other job plans."""
-        return wait_and_hold(
-            Lease(self.config.dir / PLANNING, "plan"),
-            lambda holder: self.say(f"another job is planning ({holder}); waiting for it"),
-        )
+    @contextlib.contextmanager
+    def lock_planning(self) -> Iterator[None]:
+        """Let no other job plan during a block, which has the files of earlier plans."""
+        lease = Lease(self.config.dir / PLANNING, "plan")
+        with wait_and_hold(
+            lease, lambda holder: self.say(f"another job is planning ({holder}); waiting for it")
+        ):
+            self.refresh()
+            yield
 
     def begin(self, force: bool) -> None:
         """Set up the plan, unless other jobs with the same settings are making it.

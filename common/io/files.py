@@ -132,10 +132,7 @@ def _publish_once(part: Path, path: Path) -> None:
 
 def exists(path: Path) -> bool:
     """Return whether a file exists, in its store if it belongs to one."""
-    if not objects.in_store(path):
-        return path.is_file()
-    store, name = objects.locate(path)
-    return store.describe_file(name) is not None
+    return path.name in objects.list_objects(path.parent, 1) if objects.in_store(path) else path.is_file()
 
 
 def remove_abandoned(directory: Path) -> int:

@@ -48,13 +48,6 @@ class FsspecStore(Store):
             return {}
         return {path.removeprefix(f"{self._root}/"): info for path, info in files.items()}
 
-    def describe_file(self, name: str) -> dict[str, Any] | None:
-        """Return what the file system lists about a file, or None if there is none."""
-        self._system.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
-            return self._system.info(self._path(name))
-        return None
-
     def read(self, name: str) -> bytes | None:
         self._system.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
@@ -153,5 +146,5 @@ class PatientStore(FsspecStore):
         super().download(name, sink)
 
 
-for _name in ("describe_files", "describe_file", "modified", "read", "write", "upload", "delete", "inspect"):
+for _name in ("describe_files", "modified", "read", "write", "upload", "delete", "inspect"):
     setattr(PatientStore, _name, _patient(getattr(FsspecStore, _name)))

@@ -69,14 +69,14 @@ def test_slurm_gets_an_array_and_the_job_that_completes_it(
     write_jsonl(tmp_path / "a.jsonl", texts(60))
     stand_in(tmp_path, monkeypatch, sbatch=SBATCH)
     recipe = str(recipe_in(tmp_path))
-    options = ["prepare", recipe, "data.shards=2", "--on", "slurm", "--jobs", "2", "--workers", "3"]
+    options = ["prepare", recipe, "data.shards=2", "--on", "slurm", "--jobs", "1", "--workers", "3"]
     assert main(options) == 0
     first, second = (tmp_path / "calls").read_text().splitlines()
     script = f"{REPO}/launch/slurm/prepare.sbatch {recipe} data.shards=2"
-    assert first == f"--parsable --array 0-1 --cpus-per-task 3 {script}"
+    assert first == f"--parsable --array 0-0 --cpus-per-task 3 {script}"
     after = "--parsable --dependency afterok:17 --kill-on-invalid-dep=yes --array 0 --cpus-per-task 1"
     assert second == f"{after} {script} --finish"
-    assert "job 17 of 2 tasks, then job 18" in capsys.readouterr().out
+    assert "job 17 of 1 task, then job 18" in capsys.readouterr().out
     assert len(TokenDataset(tmp_path / "out/train").manifest.shards) == 2
 
 
@@ -89,7 +89,7 @@ def test_what_slurm_rejects_is_one_line(
     stand_in(tmp_path, monkeypatch, sbatch="#!/bin/sh\necho 'invalid account' >&2\nexit 1\n")
     assert main(command) == 1
     for options, code in (
-        (["--force"], "force-with-shard"),
+        (["--force"], "options-clash"),
         (["--shard", "0/2"], "options-clash"),
         (["--finish"], "options-clash"),
     ):
