@@ -402,14 +402,8 @@ class Preparation:
         for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(directory / name)
-        for path in (
-            directory / SETTINGS,
-            *list_files(directory / TOKENIZER),
-            directory / GRAMS,
-            directory / PLAN,
-        ):
-            if path.is_file():
-                upload(path, path)
+                for path in [*list_files(directory / name)] or [directory / name]:
+                    upload(path, path)
 
     def _encode_settings(self, plan: Plan, directory: Path) -> EncodeSettings:
         """Return the settings of encoding workers. `directory` holds the tokenizer and the n-grams."""
