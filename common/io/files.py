@@ -180,7 +180,8 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
     except OSError as error:
         reason = f"cannot be written: {error.strerror or one_line(error)}"
     if reason:
-        raise UserError(f"{setting}={directory} {reason}; set another {setting}", code="not-claimed")
+        name = objects.address_of(directory) or directory
+        raise UserError(f"{setting}={name} {reason}; set another {setting}", code="not-claimed")
 
 
 def find_foreign_files(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:

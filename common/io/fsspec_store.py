@@ -113,12 +113,12 @@ def _patient(request: Callable[P, R]) -> Callable[P, R]:
             except PERMANENT_ERRORS:
                 raise
             except Exception as error:  # stores raise anything
-                lasting = "Credentials" in type(error).__name__
-                if lasting or time.monotonic() > deadline:
-                    problem = f"the object store cannot be used ({one_line(error, 200)})"
+                problem = f"the object store cannot be used ({one_line(error, 200)})"
+                if "Credentials" in type(error).__name__:
+                    raise UserError(f"{problem}. Set its keys", code="address") from None
+                if time.monotonic() > deadline:
                     advice = "Run the command again when it is reachable"
-                    kind = UserError if lasting else FailureError
-                    raise kind(f"{problem}. {advice}", code="unreachable") from None
+                    raise FailureError(f"{problem}. {advice}", code="unreachable") from None
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, LONGEST_PAUSE)
 
