@@ -13,8 +13,6 @@ from ..errors import FailureError, UserError, one_line
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 COMPONENT = "app.kubernetes.io/component"
 RECIPE_FILE = "recipe.yaml"
-SLURM = "Slurm's client"
-KUBERNETES = "Kubernetes' client"
 
 
 def submit_array(script: str, words: list[str], jobs: int, cpus: int | None) -> tuple[str, str]:
@@ -33,7 +31,7 @@ def submit_array(script: str, words: list[str], jobs: int, cpus: int | None) -> 
     environment = {name: value for name, value in os.environ.items() if name != "JOBS"}  # the file reads it
 
     def submit(*options: str) -> str:
-        done = _call(["sbatch", "--parsable", *options], SLURM, environment)
+        done = _call(["sbatch", "--parsable", *options], environment)
         return done.strip().partition(";")[0]  # a cluster may follow
 
     array = submit("--array", f"0-{jobs - 1}", *size, file, *words)
@@ -44,8 +42,8 @@ def submit_array(script: str, words: list[str], jobs: int, cpus: int | None) -> 
 def submit_file(scheduler: str, file: Path) -> str:
     """Submit a complete job file to "slurm" or "kubernetes". Return what the client prints about it."""
     if scheduler == "slurm":
-        return f"job {_call(['sbatch', '--parsable', str(file)], SLURM).strip()}"
-    return _call(["kubectl", "apply", "-f", str(file)], KUBERNETES).strip()
+        return f"job {_call(['sbatch', '--parsable', str(file)]).strip()}"
+    return _call(["kubectl", "apply", "-f", str(file)]).strip()
 
 
 def apply_job(overlay: Path, component: str, recipe: str, jobs: int) -> str:
@@ -61,7 +59,7 @@ def apply_job(overlay: Path, component: str, recipe: str, jobs: int) -> str:
     """
     import yaml
 
-    rendered = _call(["kubectl", "kustomize", str(overlay)], KUBERNETES)
+    rendered = _call(["kubectl", "kustomize", str(overlay)])
     documents: list[dict[str, Any]] = [tree for tree in yaml.safe_load_all(rendered) if tree]
     chosen = [tree for tree in documents if _component(tree) in ("common", component)]
     job = next((t for t in chosen if t["kind"] == "Job" and _component(t) == component), None)
@@ -73,7 +71,7 @@ def apply_job(overlay: Path, component: str, recipe: str, jobs: int) -> str:
     settings["data"] = {RECIPE_FILE: recipe}
     set_job(job, name, jobs)
     text = "\n---\n".join(json.dumps(tree) for tree in (settings, *chosen))
-    _call(["kubectl", "apply", "-f", "-"], KUBERNETES, text=text)
+    _call(["kubectl", "apply", "-f", "-"], text=text)
     return str(metadata["name"])
 
 
@@ -92,17 +90,14 @@ def _component(tree: dict[str, Any]) -> str | None:
     return tree["metadata"].get("labels", {}).get(COMPONENT)
 
 
-def _call(
-    command: list[str], program: str, environment: dict[str, str] | None = None, text: str | None = None
-) -> str:
-    """Return the output of a scheduler's command. Raises UserError if it is missing or rejects the job."""
+def _call(command: list[str], environment: dict[str, str] | None = None, text: str | None = None) -> str:
+    """Return the output of a scheduler's client. Raises UserError if it is missing or rejects the job."""
     try:
         done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True)
     except FileNotFoundError:
-        raise UserError(
-            f"{command[0]} is not on PATH. Install {program}, or run on a host that has it", code="submission"
-        ) from None
+        problem = f"{command[0]} is not on PATH. Install it, or run on a host that has it"
+        raise UserError(problem, code="submission") from None
     if done.returncode:
-        problem = one_line(done.stderr or done.stdout)
-        raise FailureError(f"`{command[0]} {command[1]}` failed: {problem}", code="submission")
+        problem = f"`{command[0]} {command[1]}` failed: {one_line(done.stderr or done.stdout)}"
+        raise FailureError(problem, code="submission")
     return done.stdout
