@@ -7,6 +7,7 @@ files in the directory of the data, like all jobs, so that a later job of any ki
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -49,8 +50,11 @@ def prepare_on_ray(config: DataConfig, workers: int, force: bool, say: Say) -> N
     config = config.model_copy(update={"dir": config.dir.absolute(), "root": config.root.absolute()})
     with set_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
         try:
+            host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+            if port.isdecimal():  # Ray itself tries for minutes
+                socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(address or "local", **options)
-        except ConnectionError as error:
+        except OSError as error:
             problem = f"RAY_ADDRESS={address} cannot be reached ({one_line(error)})"
             raise FailureError(f"{problem}. Correct or unset it", code="unreachable") from None
     try:

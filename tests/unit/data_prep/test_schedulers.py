@@ -149,7 +149,7 @@ def kill_one(prefix: str, killed: list[int]) -> None:
         time.sleep(0.005)
 
 
-def test_tasks_of_ray_make_the_same_bytes(tmp_path: Path) -> None:
+def test_tasks_of_ray_make_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a worker of two that is killed while it reads; an error of a task is one of the command."""
     pytest.importorskip("ray", reason="needs ray")
     run(many_units(tmp_path, "alone"))
@@ -162,6 +162,10 @@ def test_tasks_of_ray_make_the_same_bytes(tmp_path: Path) -> None:
     thread.join()
     assert len(killed) == 1 and file_bytes(config.dir) == file_bytes(tmp_path / "alone")
     assert not (config.dir / ".new").exists()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with refused("unreachable"):
+        prepare_on_ray(config, 2, False, messages.append)
+    monkeypatch.delenv("RAY_ADDRESS")
     (tmp_path / "3.jsonl").write_text("{\n")
     with refused("broken-row"):
         prepare_on_ray(config.model_copy(update={"dir": tmp_path / "broken"}), 2, False, messages.append)
