@@ -83,11 +83,11 @@ def largest_difference(left: Path, right: Path) -> float:
 def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     data = Path(args.data)
     model = data / "models/stories260K"
-    lines = {}
+    lines: dict[str, list[str]] = {}
     for name in ("train_head_lossy", "validation"):
         raw = (data / f"lm/wikitext-2-raw-v1/{name}.txt.zst").read_bytes()
-        text = zstandard.ZstdDecompressor().stream_reader(raw).read().decode()
-        lines[name] = [line.strip() for line in text.splitlines() if 200 < len(line) < 600]
+        content = zstandard.ZstdDecompressor().stream_reader(raw).read().decode()
+        lines[name] = [line.strip() for line in content.splitlines() if 200 < len(line) < 600]
     text = directory / "text.txt"
     text.write_text("\n".join(lines["train_head_lossy"][: args.rows]), encoding="utf-8")
     held_out = lines["validation"][:HELD_OUT]
