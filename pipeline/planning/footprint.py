@@ -105,6 +105,7 @@ class Setup:
     copied: bool = True  # the teacher has its own weights, held as this model's are
     teacher_width: int = 2  # bytes of a weight or activation of the teacher
     moments: float = 8.0  # bytes of the optimizer's averages per parameter
+    state: int = 4  # bytes of an accumulated gradient, and of the optimizer's copy of a weight
     averaged: bool = False  # the teacher is the average of the weights that train
     demonstrated: float = 0.0  # share of passes in which the teacher reads rows of twice the length
     attended: float | None = None  # mean tokens that a token attends to, or None for complete rows
@@ -182,9 +183,11 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
         1 / setup.ranks if setup.stage >= stage else 1.0 for stage in (3, 2, 1)
     )
     parameters = (sizes.parameters - sizes.quantized) * setup.width * weight_share + sizes.quantized * NF4
-    gradients = sizes.trainable * 4 * gradient_share
+    gradients = sizes.trainable * setup.state * gradient_share
     shard = sizes.trainable * optimizer_share
-    optimizer = shard * (4 + setup.moments)  # DeepSpeed keeps float32 weights, even of float32 models
+    optimizer = shard * (
+        setup.state + setup.moments
+    )  # DeepSpeed keeps float32 weights, even of float32 models
     update = _update_bytes(sizes, setup, shard, gradients)
     if setup.hpz > 1:
         parameters += sizes.parameters * setup.width / setup.hpz
@@ -202,7 +205,10 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
 def _update_bytes(sizes: Sizes, setup: Setup, shard: float, gradients: float) -> float:
     """Return the temporary memory of the optimizer step, for `shard` parameters and bytes of gradients."""
     if setup.stage == 3:  # one group at a time, with a copy of its gradient
-        return min(shard, GROUP) * 4
+        return min(shard, GROUP) * setup.state
+    if setup.state < 4:  # the gradient of the last pass, next to the sum
+        last = shard * setup.state if setup.stage == 2 and setup.accumulation > 1 else 0.0
+        return last + _bucket_bytes(sizes, setup)
     if setup.bf16 and setup.stage == 1:
         reduction = sizes.trainable * setup.reduced if setup.reduced < 4 else 0  # also with one rank
         return sizes.trainable * setup.width + reduction
@@ -212,18 +218,23 @@ def _update_bytes(sizes: Sizes, setup: Setup, shard: float, gradients: float) ->
 
 def _gathered_bytes(sizes: Sizes, setup: Setup, shard: float) -> float:
     """Return the memory of communication buckets, gathered weights and gradients outside the states."""
-    trains_head = sizes.trainable == sizes.parameters
-    gathered = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
-    gathered = min(gathered, 2.0 * sizes.trainable * 4)
+    gathered = _bucket_bytes(sizes, setup)
     if setup.stage == 3 and (setup.ranks > 1 or setup.offload_parameters):
         gathered += min(sizes.parameters, setup.live + setup.bucket) * setup.width
     if setup.stage == 2 and not setup.bf16 and setup.accumulation > 1:
         gathered += shard * 4  # the gradient of one pass, next to the sum
-    if setup.stage == 1 and setup.bf16:
+    if setup.stage == 1 and setup.bf16 and setup.state == 4:
         gathered += sizes.trainable * setup.width
     if sizes.quantized:  # a layer's weight, restored from NF4
         gathered += sizes.hidden * sizes.inner * setup.width
     return gathered
+
+
+def _bucket_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the memory of communication buckets."""
+    trains_head = sizes.trainable == sizes.parameters
+    buckets = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
+    return min(buckets, 2.0 * sizes.trainable * 4)
 
 
 def _loss_bytes(sizes: Sizes, setup: Setup) -> float:

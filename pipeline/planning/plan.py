@@ -135,6 +135,7 @@ def setup_of(
     share = max(ends(on_policy.share)) if on_policy else 0.0
     # Device `none`, which is also the default, means no offloading.
     offloaded = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")]
+    state = 2 if config.train.state_dtype == "bfloat16" else 4
     setup = Setup(
         ranks=batch.ranks,
         stage=zero_stage(ds_config),
@@ -154,7 +155,8 @@ def setup_of(
         # On GPUs `auto` chooses an attention without a mask. Those compute in half precision only.
         masked=batch.sequence == 1 and (not half or config.model.attn_implementation in ("sdpa", "eager")),
         sequence=batch.sequence,
-        moments=MOMENTS_8BIT if config.train.optimizer in EIGHT_BIT else 8.0,
+        moments=MOMENTS_8BIT if config.train.optimizer in EIGHT_BIT else 2.0 * state,
+        state=state,
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
@@ -298,8 +300,8 @@ def _recipe_rows(
         stored = f"at most {tokens * dtype.itemsize / GB:,.2g} GB of predictions in the run directory"
         rows.append(("KL from base", stored))
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    # float32 weights, two moments, weights, and an average in float32
-    staged = sizes.trainable * (4 + setup.moments + setup.width + (4 if setup.averaged else 0))
+    # the optimizer's weights, two moments, weights, and an average in float32
+    staged = sizes.trainable * (setup.state + setup.moments + setup.width + (4 if setup.averaged else 0))
     rows.append(("states per rank", memory_line(states, 2)))
     rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
     return rows
