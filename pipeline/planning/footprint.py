@@ -88,6 +88,8 @@ class Setup:
     accumulation: int = 1  # passes per step
     bf16: bool = True
     checkpointing: bool = False
+    offload_activations: bool = False  # checkpoints are in host memory
+    tiled: bool = False  # MLPs compute tiles of as many tokens as the model is wide
     offload_optimizer: bool = False
     offload_parameters: bool = False
     cost: bool = True  # the objective has transport costs
@@ -239,7 +241,8 @@ def _bucket_bytes(sizes: Sizes, setup: Setup) -> float:
 
 def _loss_bytes(sizes: Sizes, setup: Setup) -> float:
     head = sizes.vocabulary * sizes.hidden
-    loss = setup.chunk_mb * 2**20 + 2 * setup.tokens * sizes.hidden * 4
+    logits = setup.tokens * sizes.vocabulary * setup.width
+    loss = min(setup.chunk_mb * 2**20, logits) + 2 * setup.tokens * sizes.hidden * 4
     loss += head * (4 + setup.width) if sizes.trainable == sizes.parameters else 0.0
     if setup.cost:
         loss += head * setup.width + setup.cache_mb * 2**20
@@ -253,9 +256,14 @@ def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
     # Bytes per token of a layer: inputs of norms in float32, and every factor of a product.
     norms = 2 * h * (4 + 2 * width)
     attention = width * (2 * h + 2 * sizes.key_values)
-    layer = norms + attention + width * f * (4 if sizes.gated else 2)
-    saved = width * h * sizes.layers + layer if setup.checkpointing else layer * sizes.layers
-    activations = setup.tokens * (saved + layer / 2)  # gradients in flight take half a layer
+    inner = width * f * (4 if sizes.gated else 2)
+    layer = norms + attention + (0 if setup.tiled else inner)
+    stored = 0 if setup.offload_activations else width * h * sizes.layers
+    saved = stored + layer if setup.checkpointing else layer * sizes.layers
+    # Gradients in flight take half a layer. Without MLPs it is all of it.
+    activations = setup.tokens * (saved + (layer if setup.tiled else layer / 2))
+    if setup.tiled:
+        activations += min(setup.tokens, h) * inner * 1.5
     if setup.masked:  # a boolean mask, and a copy in the model's precision that each layer keeps
         copies = 1 if setup.checkpointing else sizes.layers
         activations = setup.tokens * setup.block * (1 + width * copies) + activations
@@ -320,6 +328,9 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     computing = matrices + attention + head + elementwise + teacher
     communication = _communication_seconds(sizes, setup, gpu.link_gb, network_gb, computing)
     communication += _exchange_seconds(sizes, setup, gpu.link_gb, network_gb)
+    if setup.checkpointing and setup.offload_activations:  # to the host and back
+        stored = setup.tokens * sizes.hidden * sizes.layers * setup.width
+        communication += passes * 2 * stored / HOST_LINK
     if setup.offload_parameters:
         communication += passes * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
     optimizer = _optimizer_seconds(sizes, setup, gpu)
@@ -342,6 +353,8 @@ def _product_seconds(sizes: Sizes, setup: Setup, gpu: Accelerator) -> tuple[floa
     passes = 4 if setup.checkpointing else 3
     weight_gradients = sizes.trainable / sizes.parameters  # frozen weights need none
     products = 2 * sizes.active * T * (passes - 1 + weight_gradients)
+    if setup.tiled:  # a forward pass of the MLPs again
+        products += 2 * T * sizes.layers * sizes.hidden * sizes.inner * (3 if sizes.gated else 2)
     context = setup.block if setup.masked else setup.context  # masked scores are computed and discarded
     attention = 4 * T * context * sizes.hidden * sizes.layers * (passes + 0.5)  # q k, the weighted sum of v
     head = 2 * sizes.vocabulary * sizes.hidden * T * (2 + weight_gradients)

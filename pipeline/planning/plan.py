@@ -62,6 +62,7 @@ TRUST = (
     "time is an estimate."
 )
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # in ds_configs/
+LOST_BELOW = 0.001  # learning rate, see docs/how-to/out-of-memory.md
 EQUAL_SPEED = 0.01  # settings whose speeds differ by less are ranked by memory
 
 
@@ -143,7 +144,9 @@ def setup_of(
         block=config.data.sequence_len,
         accumulation=batch.accumulation,
         bf16=half,
-        checkpointing=config.model.activation_checkpointing,
+        checkpointing=bool(config.model.activation_checkpointing),
+        offload_activations=config.model.activation_checkpointing == "offload",
+        tiled=config.model.tiled_mlp,
         offload_optimizer=offloaded[0] != "none",
         offload_parameters=offloaded[1] != "none",
         cost=objective.needs_cost,
@@ -432,6 +435,11 @@ def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu:
         cure = f"Set train.global_batch_size={batch.slots} in a new output_dir to fill them."
         unit = "ranks" if batch.sequence == 1 else "groups of ranks"
         warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.replicas} {unit}. {cure}")
+    if train.state_dtype == "bfloat16" and train.learning_rate < LOST_BELOW:
+        problem = (
+            f"train.state_dtype=bfloat16 rounds most updates away at learning rates below {LOST_BELOW:g}"
+        )
+        warnings.append(f"{problem}. Set train.state_dtype=float32 in a new output_dir.")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "Set model.dtype=float32 in a new output_dir."
         warnings.append(f"bfloat16 on a CPU is several times slower than float32. {cure}")
@@ -506,9 +514,10 @@ class Choice(NamedTuple):
     @property
     def settings(self) -> dict[str, str | bool | int]:
         """Return the recipe's keys for this choice."""
+        checkpoints = "offload" if self.setup.offload_activations else True
         return {
             "deepspeed": str(self.file),
-            "model.activation_checkpointing": self.setup.checkpointing,
+            "model.activation_checkpointing": self.setup.checkpointing and checkpoints,
             "model.compile": self.setup.compiled,
             "train.micro_batch_size": self.setup.micro,
         }
