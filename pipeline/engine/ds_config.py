@@ -94,7 +94,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
         for part in ("offload_optimizer", "offload_param"):
             (zero.get(part) or {}).pop("pin_memory", None)
     if config.train.optimizer == "muon":
-        zero.setdefault("reduce_scatter", False)  # DeepSpeed's default, true, does not work under ZeRO-3
+        zero["reduce_scatter"] = False  # Muon needs complete gradients
     narrow = config.train.state_dtype == "bfloat16"
     if narrow:
         tree["data_types"] = {"grad_accum_dtype": "bf16"}
@@ -333,10 +333,12 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
         problem = "zenflow, super_offload and ratio need DeepSpeed's own Adam. Remove them"
     elif size > 1 and (stage != 3 or ranks % size):
         problem = f"zero_hpz_partition_size={size} needs ZeRO stage 3 and must divide the ranks. Remove it"
-    elif muon and (offload or config.model.lora is not None):  # never compared with plain Muon
-        problem = "train.optimizer=muon cannot be combined with model.lora or offload_optimizer"
-    elif muon and zero.get("reduce_scatter") and stage == 3:
-        problem = "train.optimizer=muon works with reduce_scatter under ZeRO-1 and 2 only. Remove it"
+    elif muon and (offload or zero.get("reduce_scatter") or config.model.lora is not None):
+        # Impossible, or never compared with plain Muon. With reduce_scatter, DeepSpeed 0.19.8 rejects ZeRO-3,
+        # and a bfloat16 model under ZeRO-2 did not train one of its norms.
+        problem = (
+            "train.optimizer=muon cannot be combined with model.lora, offload_optimizer or reduce_scatter"
+        )
     elif offload and config.train.optimizer in EIGHT_BIT:
         problem = f"train.optimizer={config.train.optimizer} cannot be combined with offload_optimizer. "
         problem += "Set deepspeed=ds_configs/zero3.json, or train.optimizer=adamw"

@@ -249,6 +249,11 @@ def _loss_bytes(sizes: Sizes, setup: Setup) -> float:
     return loss
 
 
+def stored_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the memory of the inputs of all layers, which checkpointing keeps."""
+    return setup.tokens * sizes.hidden * sizes.layers * setup.width
+
+
 def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
     width = setup.width
     h = sizes.hidden
@@ -258,10 +263,11 @@ def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
     attention = width * (2 * h + 2 * sizes.key_values)
     inner = width * f * (4 if sizes.gated else 2)
     layer = norms + attention + (0 if setup.tiled else inner)
-    stored = 0 if setup.offload_activations else width * h * sizes.layers
-    saved = stored + layer if setup.checkpointing else layer * sizes.layers
+    layers = 1 if setup.checkpointing else sizes.layers
     # Gradients in flight take half a layer. Without MLPs it is all of it.
-    activations = setup.tokens * (saved + (layer if setup.tiled else layer / 2))
+    activations = setup.tokens * layer * (layers + (1 if setup.tiled else 1 / 2))
+    if setup.checkpointing and not setup.offload_activations:
+        activations += stored_bytes(sizes, setup)
     if setup.tiled:
         activations += min(setup.tokens, h) * inner * 1.5
     if setup.masked:  # a boolean mask, and a copy in the model's precision that each layer keeps
@@ -329,8 +335,7 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     communication = _communication_seconds(sizes, setup, gpu.link_gb, network_gb, computing)
     communication += _exchange_seconds(sizes, setup, gpu.link_gb, network_gb)
     if setup.checkpointing and setup.offload_activations:  # to the host and back
-        stored = setup.tokens * sizes.hidden * sizes.layers * setup.width
-        communication += passes * 2 * stored / HOST_LINK
+        communication += passes * 2 * stored_bytes(sizes, setup) / HOST_LINK
     if setup.offload_parameters:
         communication += passes * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
     optimizer = _optimizer_seconds(sizes, setup, gpu)

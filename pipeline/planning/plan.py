@@ -306,6 +306,9 @@ def _recipe_rows(
     # the optimizer's weights, two moments, weights, and an average in float32
     staged = sizes.trainable * (setup.state + setup.moments + setup.width + (4 if setup.averaged else 0))
     rows.append(("states per rank", memory_line(states, 2)))
+    if setup.checkpointing and setup.offload_activations:
+        offloaded = footprint.stored_bytes(sizes, setup) / GIB
+        rows.append(("checkpoints", f"{offloaded:,.2f} GiB of host memory per rank"))
     rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
     return rows
 
@@ -638,7 +641,7 @@ def choices(
             errors.append(error)
             continue
         micros = [m for m in range(1, rows + 1) if rows % m == 0]
-        compiles = base.stage < 3 and not base.kernels and base.sequence == 1
+        compiles = base.stage < 3 and not (base.kernels or base.tiled) and base.sequence == 1
         compiling = (False, True) if compiles else (False,)
         for checkpointing, compiled, micro in itertools.product((False, True), compiling, micros):
             setup = dataclasses.replace(

@@ -252,7 +252,7 @@ OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
         ('{"zero_optimization": {}}', (), "zero-stage", ""),
         ('{"train_batch_size": 4, "zero_optimization": {"stage": 2}}', (), "ds-owned", ""),
         *((f'{{"{key}": {{"enabled": true}}}}', (), "ds-owned", "") for key in REPORTS),
-        ('{"zero_optimization": {"stage": 3, "reduce_scatter": true}}', MUON, "ds-combination", ""),
+        ('{"zero_optimization": {"stage": 2, "reduce_scatter": true}}', MUON, "ds-combination", ""),
         (f'{{"zero_optimization": {{{OFFLOAD[:-1]}, "ratio": 0.5}}}}}}', (), "ds-combination", ""),
         (f'{{"zero_optimization": {{{OFFLOAD.replace("cpu", "nvme")}}}}}', (), "ds-combination", ""),
         ('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}', (), "ds-combination", ""),
