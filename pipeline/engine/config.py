@@ -20,8 +20,8 @@ class OptimizerConfig(ScheduleConfig):
     biases and norms with AdamW. The logged gradient norm is then the norm of the update."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the optimizer's copy of the weights, of accumulated gradients and of AdamW's averages. With
-    `bfloat16` a parameter takes 10 instead of 18 bytes, but updates below about 0.4 % of a weight are
-    rounded. It needs model.dtype bfloat16, optimizer adamw, and no offloading."""
+    `bfloat16` a parameter takes 10 instead of 18 bytes, but updates of less than 0.2 % of a weight are lost.
+    It needs model.dtype bfloat16, optimizer adamw, and no offloading."""
     muon_lr: float | None = Field(None, gt=0, le=1e6)
     """Peak learning rate of Muon, usually about 0.02. Its schedule is the same."""
     head_lr_ratio: float = Field(1.0, ge=0, le=1e3)

@@ -187,9 +187,7 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     parameters = (sizes.parameters - sizes.quantized) * setup.width * weight_share + sizes.quantized * NF4
     gradients = sizes.trainable * setup.state * gradient_share
     shard = sizes.trainable * optimizer_share
-    optimizer = shard * (
-        setup.state + setup.moments
-    )  # DeepSpeed keeps float32 weights, even of float32 models
+    optimizer = shard * (setup.state + setup.moments)  # DeepSpeed copies weights, even of float32 models
     update = _update_bytes(sizes, setup, shard, gradients)
     if setup.hpz > 1:
         parameters += sizes.parameters * setup.width / setup.hpz
@@ -409,7 +407,7 @@ def _forward_seconds(
     ZeRO-3 gathers `gathered_width` bytes per weight in every pass.
     """
     # A training step has three passes with equal element-wise work, and three products of the head.
-    frozen = dataclasses.replace(setup, checkpointing=False, ranks=1, offload_optimizer=False)
+    frozen = dataclasses.replace(setup, checkpointing=False, tiled=False, ranks=1, offload_optimizer=False)
     step = step_time(sizes, dataclasses.replace(frozen, offload_parameters=False), gpu, network_gb)
     seconds = (step.matrices + step.attention + step.elementwise + step.head) / 3
     moved = setup.accumulation * gathered_width * sizes.parameters

@@ -439,9 +439,7 @@ def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu:
         unit = "ranks" if batch.sequence == 1 else "groups of ranks"
         warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.replicas} {unit}. {cure}")
     if train.state_dtype == "bfloat16" and train.learning_rate < LOST_BELOW:
-        problem = (
-            f"train.state_dtype=bfloat16 rounds most updates away at learning rates below {LOST_BELOW:g}"
-        )
+        problem = f"train.state_dtype=bfloat16 loses most updates at learning rates below {LOST_BELOW:g}"
         warnings.append(f"{problem}. Set train.state_dtype=float32 in a new output_dir.")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "Set model.dtype=float32 in a new output_dir."
