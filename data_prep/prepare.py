@@ -384,6 +384,7 @@ class Preparation:
             grams=directory / GRAMS if config.contamination is not None else None,
             by_words=plan.summary.get("by_words", True),
             chat=read_chat_template(config, directory),
+            min_tokens=config.min_doc_tokens or 1,
         )
 
     # --- shards -------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from emo.data_prep.shards.format import Manifest
 from ..config import RunConfig
 from ..control.run_dir import INITIAL
 from ..control.world import NETWORK, broken_device, gather_objects, lost_a_peer
+from ..engine.activations import offload_checkpoints, tile_mlps
 from ..engine.devices import family_supports, usable_attention
 from ..engine.engine import Engine
 from ..loss import fuse_model, probe_model
@@ -226,8 +227,12 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
     if config.model.neftune_noise_alpha:
         add_embedding_noise(model, config.model.neftune_noise_alpha, config.train.sequence_parallel)
+    if config.model.tiled_mlp:
+        tile_mlps(model, model.config.get_text_config().hidden_size)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.model.activation_checkpointing == "offload":
+        offload_checkpoints(model)
     return trained
 
 

@@ -55,8 +55,12 @@ class ModelConfig(Section):
     attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
     """`varlen` is PyTorch's variable-length attention, which needs no mask. `auto` is the first of the others
     that the host and the model family support."""
-    activation_checkpointing: bool = mark(FREE, False)
-    """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
+    activation_checkpointing: bool | Literal["offload"] = mark(FREE, False)
+    """Recompute activations in the backward pass. Saves memory and takes about a third more time. `offload`
+    also keeps the inputs of the layers in host memory until then."""
+    tiled_mlp: bool = mark(FREE, False)
+    """Compute the MLP of each layer in tiles of about hidden_size tokens (DeepSpeed's TiledMLP), and again in
+    the backward pass. Saves memory for long rows. Every start compares them with the plain MLPs."""
     compile: bool = False
     """Use torch.compile on GPUs: for the complete model under ZeRO-1 and 2, for each layer under ZeRO-3. The
     first step then takes a minute."""
@@ -84,6 +88,8 @@ class ModelConfig(Section):
             raise ValueError("set path (pre-trained model), architecture (new model), or both")
         if "model_type" not in (self.architecture or {"model_type": ""}):
             raise ValueError("architecture needs model_type, for example llama")
+        if self.tiled_mlp and self.compile:
+            raise ValueError("set tiled_mlp or compile, not both")
         if self.kernels is not None and self.compile:
             raise ValueError("set kernels or compile, not both: they fuse the same work")
         return self

@@ -367,6 +367,7 @@ def test_unpacked_text_has_a_size_limit(tmp_path: Path, monkeypatch: pytest.Monk
 
 COPIES = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "b"}]
 EXAMPLES = {"kind": "instruct", "sources": [{"files": "i.jsonl"}]}
+LONG = {"packing": "best_fit", "min_doc_tokens": 30, "long_doc_tokens": 70, "sequence_len": 64}
 SORTS: dict[str, tuple[dict[str, Any], bool]] = {  # whether `verify` can encode them again
     "copies": ({"sources": COPIES, "validation_fraction": 0.3}, True),
     "long texts": ({"sources": [{"files": "long.txt", "format": "document"}], "shards": 1}, True),
@@ -374,6 +375,7 @@ SORTS: dict[str, tuple[dict[str, Any], bool]] = {  # whether `verify` can encode
     "split": (EXAMPLES | {"sequence_len": 60, "overlong": "split"}, False),
     "chat": (EXAMPLES | {"sequence_len": 300, "template": "chat_template"}, False),
     "ids": ({"sources": [{"files": "ids.jsonl", "format": "tokens"}]}, False),
+    "best fit": ({"sources": COPIES} | LONG, True),
 }
 
 
