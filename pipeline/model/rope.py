@@ -19,7 +19,7 @@ from emo.common.errors import UserError
 from emo.common.io.weights import DYNAMIC, context_length, extended_context
 
 from .config import ROPE_KEYS, RopeConfig
-from .readers import CONTEXT, GLOBAL
+from .readers import CONTEXT, GLOBAL, LOCAL, LOCAL_THETA
 
 TYPES = [kind for kind in ROPE_KEYS if kind]
 KEPT = ("rope_theta", "partial_rotary_factor")  # settings that do not depend on the type
@@ -60,7 +60,11 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig) -> PretrainedConfig:
         # The formula of dynamic RoPE, and `context_length`, expect the original context there.
         scaled = extended_context(original, {"factor": rope.factor})
         maximum = maximum or (original if rope.type == DYNAMIC else scaled)
-    text.rope_parameters = {**settings, GLOBAL: after} if settings.get(GLOBAL) else after
+    if settings.get(GLOBAL):
+        after = {**settings, GLOBAL: after}
+        if LOCAL_THETA.get(text.model_type, "") is None:  # these families have one theta
+            after[LOCAL] = after[LOCAL] | {"rope_theta": after[GLOBAL]["rope_theta"]}
+    text.rope_parameters = after
     if maximum is not None:
         setattr(text, MAXIMUM, maximum)
     return config

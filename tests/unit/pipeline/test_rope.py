@@ -193,3 +193,5 @@ def test_families_that_ignore_the_type_are_refused() -> None:
     nested = model_config(settings, online=False)
     assert nested.rope_parameters["sliding_attention"]["rope_type"] == "default"
     check_rope(AutoModelForCausalLM.from_config(nested))
+    olmo = extend_rope(family("olmo3").config, rope(theta=1e6)).rope_parameters  # one theta in transformers 4
+    assert {part["rope_theta"] for part in olmo.values()} == {1e6}
