@@ -17,6 +17,7 @@ from typing import Any
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
 
+from ..icl.lengths import length_task
 from ..icl.tasks import ForeignTask, Task, select_tasks
 from ..results.directory import TaskResult
 
@@ -55,11 +56,16 @@ class HarnessTask(ForeignTask):
 
 
 def select_all(names: str, version: str = "paper") -> Sequence[Task | ForeignTask]:
-    """Return the tasks in a comma-separated list: ours, and lm-eval's for names with its prefix.
+    """Return the tasks in a comma-separated list: ours, measures over lengths, and lm-eval's.
 
     Raises UserError for an unknown name, and if lm-eval is needed but not installed.
     """
     parts = [part.strip() for part in names.split(",") if part.strip()]
+    if lengths := {part: task for part in parts if (task := length_task(part))}:
+        if len({task.name for task in lengths.values()}) < len(lengths):
+            raise UserError(f"--tasks names two files with the same name: {names}", code="task")
+        others = ",".join(part for part in parts if part not in lengths)
+        return [*(select_all(others, version) if others else []), *lengths.values()]
     specs = [part.removeprefix(PREFIX) for part in parts if part.startswith(PREFIX)]
     if not specs:
         return select_tasks(names, version)

@@ -319,6 +319,36 @@ class PrefixScorer:
             raise NotFiniteError("its likelihoods are NaN or infinite")
         return scores
 
+    @torch.inference_mode()
+    def token_nll(self, ids: np.ndarray) -> np.ndarray:
+        """Return -log p of the tokens of a text [N] after the first, float64 [N - 1]."""
+        self._ignored = None
+        if self.method == FORWARD:
+            nll = self._forward_nll(ids)
+        else:
+            nll = self._head.nll(self._states(ids), np.arange(len(ids) - 1), ids[1:], None)
+        if not np.isfinite(nll).all():
+            raise NotFiniteError("its likelihoods are NaN or infinite")
+        return nll
+
+    @torch.inference_mode()
+    def most_likely(self, ids: np.ndarray, count: int) -> list[int]:
+        """Return the most likely token after each of the last `count` tokens of a text [N]."""
+        if self.method == FORWARD:
+            row = torch.from_numpy(ids)[None].to(self._device)
+            logits = self.model(input_ids=row, use_cache=False).logits[0, -count:]
+        else:
+            logits = self._head._logits(self._states(ids)[0, -count:])
+        if not bool(logits.isfinite().all()):
+            raise NotFiniteError("its logits are NaN or infinite")
+        best: list[int] = logits.argmax(dim=-1).tolist()
+        return best
+
+    def _states(self, ids: np.ndarray) -> Tensor:
+        """Return the hidden states [1, N, H] of a text [N]."""
+        row = torch.from_numpy(ids)[None].to(self._device)
+        return self.model.base_model(input_ids=row, use_cache=False).last_hidden_state
+
     def _fall_back_to(self, method: str) -> None:
         self.method = method
         self._say(f"{type(self.model).__name__} is scored as {METHODS[method]}, which is slower and exact")
@@ -373,7 +403,14 @@ class PrefixScorer:
 
     def _score_forward(self, prompt: Item) -> ItemScore:
         """Return the score of a single prompt (an item with at most one tail) by the model's own forward."""
-        row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
+        losses = self._forward_nll(np.concatenate([prompt.prefix, *prompt.tails]))
+        split = len(prompt.prefix) - 1
+        tails = [losses[split + prompt.unscored(k) :].sum() for k in range(len(prompt.tails))]
+        return ItemScore(float(losses[:split].sum()), np.array(tails, dtype=np.float64))
+
+    def _forward_nll(self, ids: np.ndarray) -> np.ndarray:
+        """Return -log p of tokens 2 to N of a text [N] by the model's own forward, float64 [N - 1]."""
+        row = torch.from_numpy(ids)[None].to(self._device)
         logits = self.model(input_ids=row, use_cache=False).logits[0, :-1]
         targets = row[0, 1:]
         step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
@@ -383,10 +420,7 @@ class PrefixScorer:
         nll = torch.cat(parts)
         if self._ignored is not None:
             nll = nll.masked_fill(targets == self._ignored, 0.0)
-        losses = nll.cpu().numpy()  # of tokens 2..N
-        split = len(prompt.prefix) - 1
-        tails = [losses[split + prompt.unscored(k) :].sum() for k in range(len(prompt.tails))]
-        return ItemScore(float(losses[:split].sum()), np.array(tails, dtype=np.float64))
+        return nll.cpu().numpy()
 
     def _score_trees(
         self,

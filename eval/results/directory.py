@@ -66,6 +66,15 @@ class MeasureNumbers(TypedDict):
     interval: dict[str, float] | None
 
 
+class LengthNumbers(TypedDict):
+    """The value of a measure at a length or in a range of positions, or of all rows."""
+
+    label: str
+    value: float
+    interval: dict[str, float] | None
+    note: str
+
+
 class TaskResult(TypedDict):
     """The result of a task. It has either an accuracy and all keys of RESULT, or a measure."""
 
@@ -94,7 +103,8 @@ class TaskResult(TypedDict):
     clean: NotRequired[Mapping[str, object]]  # the accuracy without leaked rows
     worst: NotRequired[list[Record]]
     measure: NotRequired[MeasureNumbers]
-    metrics: NotRequired[dict[str, float]]  # lm-eval's
+    metrics: NotRequired[dict[str, float]]  # lm-eval's, or the values of `lengths`
+    lengths: NotRequired[list[LengthNumbers]]
     answers_cut: NotRequired[int | None]
 
 

@@ -58,10 +58,9 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
     if config.path is None or (not online and config.architecture and not Path(config.path).exists()):
         keys = dict(config.architecture or {})
         try:
-            new = AutoConfig.for_model(keys.pop("model_type"), **keys)
+            return extend_rope(AutoConfig.for_model(keys.pop("model_type"), **keys), config.rope)
         except (ValueError, StrictDataclassError) as error:
             raise UserError(f"model.architecture: {one_line(error)}", code="architecture") from None
-        return new if config.rope is None else extend_rope(new, config.rope)
     try:
         hf_config = load_model_config(config.path, config.revision)
     except (OSError, ValueError) as error:
@@ -69,7 +68,7 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
     for name, actual, expected in _differences(hf_config, config.architecture or {}):
         problem = f"model.path={config.path} has {name}={actual!r}, model.architecture has {expected!r}"
         raise UserError(f"{problem}. Correct one of them.", code="architecture")
-    return hf_config if config.rope is None else extend_rope(hf_config, config.rope)
+    return extend_rope(hf_config, config.rope)
 
 
 def _differences(
@@ -177,8 +176,7 @@ def load_pretrained(
         raise UserError(
             f"{key}={path} {loaded.fault}. Correct it, or set {key} to another model.", code="model"
         )
-    if rope is not None:
-        check_rope(loaded.model)
+    check_rope(loaded.model, rope)
     if broken := _find_nonfinite_parameter(loaded.model):
         raise UserError(
             f"{key}={path} is damaged: {broken} has values that are not finite", code="not-finite"

@@ -67,18 +67,16 @@ class RopeConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RopeConfig:
-        chosen = {key for key, value in self if value is not None and key != "theta"} - {"type"}
         if self.type is None and self.theta is None:
             raise ValueError("set type with factor, or theta")
         if self.type is not None and self.factor is None:
             raise ValueError(f"type={self.type} needs factor, for example 4")
-        if wrong := sorted(chosen - ROPE_KEYS[self.type]):
-            goes = ", ".join(str(kind) for kind, keys in ROPE_KEYS.items() if wrong[0] in keys and kind)
-            raise ValueError(f"{wrong[0]} goes with type {goes}, not with {self.type or 'theta alone'}")
-        if (self.high_freq_factor or 4.0) <= (self.low_freq_factor or 1.0):
-            raise ValueError("high_freq_factor must be above low_freq_factor")
-        if (self.beta_fast or 32.0) <= (self.beta_slow or 1.0):
-            raise ValueError("beta_fast must be above beta_slow")
+        keys = {key for key, value in self if value is not None} - {"type", "theta"}
+        if wrong := sorted(keys - ROPE_KEYS[self.type]):
+            raise ValueError(f"{wrong[0]} does not go with {self.type or 'theta alone'}")
+        low, high = self.low_freq_factor or 1.0, self.high_freq_factor or 4.0
+        if low >= high or (self.beta_slow or 1.0) >= (self.beta_fast or 32.0):
+            raise ValueError("low_freq_factor must be below high_freq_factor, and beta_slow below beta_fast")
         return self
 
 

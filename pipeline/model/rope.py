@@ -13,27 +13,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from emo.common.errors import UserError
-from emo.common.io.weights import DYNAMIC, context_length, extended_context
+from emo.common.io.weights import DYNAMIC, extended_context
 
 from .config import ROPE_KEYS, RopeConfig
 from .readers import CONTEXT, GLOBAL, LOCAL, LOCAL_THETA
 
 TYPES = [kind for kind in ROPE_KEYS if kind]
 KEPT = ("rope_theta", "partial_rotary_factor")  # settings that do not depend on the type
-DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MAXIMUM = "max_position_embeddings"
+OURS = ("type", "theta", MAXIMUM, CONTEXT)  # keys of a recipe that are not RoPE's, or have another name
 
 
-def extend_rope(config: PretrainedConfig, rope: RopeConfig) -> PretrainedConfig:
-    """Return the configuration of a model with the RoPE and the context of a recipe.
+def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> PretrainedConfig:
+    """Return the configuration of a model with the RoPE and the context of a recipe, if it has any.
 
     If the settings differ by layer type, only the layers that attend to all positions change. Raises
     UserError for a model without RoPE, and for one whose RoPE is scaled already unless the recipe names its
     original context.
     """
+    if rope is None:
+        return config
     text = config.get_text_config()
     settings = getattr(text, "rope_parameters", None) or {}
     before = settings.get(GLOBAL) or settings
@@ -51,15 +54,13 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig) -> PretrainedConfig:
         after["rope_theta"] = rope.theta
     maximum = rope.max_position_embeddings
     if rope.type is not None:
-        original = original or context_length(text) or getattr(text, MAXIMUM)
-        values = {key: value for key, value in rope if value is not None and key not in ("theta", MAXIMUM)}
-        after |= {"rope_type": values.pop("type")} | DEFAULTS.get(rope.type, {}) | values
-        after |= {CONTEXT: original}
-        if rope.type in ("linear", DYNAMIC):  # their formulas have no such key
-            del after[CONTEXT]
+        original = original or getattr(text, MAXIMUM)
         # The formula of dynamic RoPE, and `context_length`, expect the original context there.
-        scaled = extended_context(original, {"factor": rope.factor})
-        maximum = maximum or (original if rope.type == DYNAMIC else scaled)
+        maximum = original if rope.type == DYNAMIC else extended_context(original, rope.model_dump())
+        after |= {"rope_type": rope.type} | (LLAMA3 if rope.type == "llama3" else {})
+        after |= {key: value for key, value in rope if value is not None and key not in OURS}
+        if rope.type in ("yarn", "llama3"):  # the formulas of the others have no such key
+            after[CONTEXT] = original
     if settings.get(GLOBAL):
         after = {**settings, GLOBAL: after}
         if LOCAL_THETA.get(text.model_type, "") is None:  # these families have one theta
@@ -70,15 +71,11 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig) -> PretrainedConfig:
     return config
 
 
-def check_rope(model: PreTrainedModel) -> None:
-    """Raise UserError if no layer of a built model has the RoPE of its configuration."""
-    expected = model.config.get_text_config().rope_parameters
-    expected = (expected.get(GLOBAL) or expected)["rope_type"]
-    found: set[str] = set()
-    for kinds in (getattr(module, "rope_type", None) for module in model.modules()):
-        found |= {*kinds.values()} if isinstance(kinds, dict) else {str(kinds)}
-    if expected not in found:
-        raise _wrong(f"{model.config.model_type} models ignore the type {expected}", "Remove model.rope")
+def check_rope(model: Any, rope: RopeConfig | None) -> None:
+    """Raise UserError if no layer of a model has the RoPE of a recipe."""
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    if rope is not None and rope.type and not any(f"'{rope.type}'" in repr(kind) for kind in kinds):
+        raise _wrong(f"{model.config.model_type} models ignore the type {rope.type}", "Remove model.rope")
 
 
 def _wrong(problem: str, cure: str) -> UserError:

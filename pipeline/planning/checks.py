@@ -312,10 +312,8 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
     """Build the model with its adapters on the meta device, which stores only names and shapes."""
     try:
         with torch.device("meta"):
-            base = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-            if config.model.rope is not None:
-                check_rope(base)
-            model: nn.Module = base
+            model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+            check_rope(model, config.model.rope)
             if config.model.lora is not None:
                 model = add_lora(model, config.model, config.train.seed)
                 if config.model.lora.path is not None:

@@ -181,9 +181,10 @@ def test_a_scaled_model_needs_its_original_context(model: Path, tmp_path: Path) 
 
 
 def test_families_that_ignore_the_type_are_refused() -> None:
-    config = extend_rope(family("recurrent_gemma").config, rope(type="linear", factor=4))
+    linear = rope(type="linear", factor=4)
+    config = extend_rope(family("recurrent_gemma").config, linear)
     with refused("rope"):
-        check_rope(AutoModelForCausalLM.from_config(config))
+        check_rope(AutoModelForCausalLM.from_config(config), linear)
     layers = FAMILIES["gemma3_text"] | {"layer_types": ["sliding_attention", "full_attention"]}
     settings = ModelConfig(
         path="x",
@@ -192,6 +193,6 @@ def test_families_that_ignore_the_type_are_refused() -> None:
     )
     nested = model_config(settings, online=False)
     assert nested.rope_parameters["sliding_attention"]["rope_type"] == "default"
-    check_rope(AutoModelForCausalLM.from_config(nested))
+    check_rope(AutoModelForCausalLM.from_config(nested), linear)
     olmo = extend_rope(family("olmo3").config, rope(theta=1e6)).rope_parameters  # one theta in transformers 4
     assert {part["rope_theta"] for part in olmo.values()} == {1e6}
