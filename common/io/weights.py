@@ -202,7 +202,7 @@ def _find_file(source: str | Path, revision: str | None, name: str) -> Path | No
 def context_length(config: Any) -> int | None:
     """Return the longest input of a model in tokens, or None if its configuration has no limit.
 
-    RoPE of type dynamic keeps the original context in the configuration, and multiplies it by its factor.
+    Dynamic RoPE multiplies the context that its configuration names by its factor.
 
     config: config.json as read, or the object that `load_config` returns.
     """
@@ -225,11 +225,8 @@ def extended_context(context: int | None, rope: Mapping[str, Any]) -> int | None
     return maximum or context
 
 
-def _read_positions_only(model: Any) -> None:
-    """Make dynamic RoPE depend on the positions of a batch only, not on those of earlier batches.
-
-    Otherwise scores would depend on the order of texts, and a resumed run would differ.
-    """
+def _forget_earlier_batches(model: Any) -> None:
+    """Make dynamic RoPE independent of earlier batches, so that order and resuming do not matter."""
 
     def forget(module: Any, _: Any) -> None:
         module.max_seq_len_cached = module.original_max_seq_len
@@ -292,7 +289,7 @@ def _load(directory: str | Path, source: str | Path, revision: str | None, **opt
         problem = f"{source}: the weights are a pickle with more than tensors ({one_line(error, 120)})"
         raise UserError(f"{problem} and are not loaded; use safetensors", code="pickle") from None
     loaded = Loaded.of(model, report)
-    _read_positions_only(model)
+    _forget_earlier_batches(model)
     if loaded.faulty:
         return loaded
     return loaded._replace(fault=_find_silent_fault(model, _weights(directory, revision)))

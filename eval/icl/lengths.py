@@ -28,7 +28,7 @@ from emo.data_prep.encoding.tokenizer import text_ids
 from ..models.base import NotFiniteError
 from ..models.model import EvaluatedModel, quiet_libraries
 from ..results import stats, store
-from ..results.directory import LengthNumbers, Record, TaskResult
+from ..results.directory import Record, TaskResult
 from ..results.rows import evenly_spaced, read_texts
 from .tasks import ForeignTask
 
@@ -46,10 +46,8 @@ QUESTION = "\n\nWhat is the pass key? The pass key is"
 class LengthTask(ForeignTask):
     """A measure over lengths. kind: the prefix of its name."""
 
-    kind: str
-    title: str
-    score: str
-    higher_is_better: bool
+    kind = title = score = ""
+    higher_is_better = False
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
@@ -76,7 +74,7 @@ class LengthTask(ForeignTask):
         """Return the rest of the record, with `value` and `weight`."""
 
     @abstractmethod
-    def summarise(self, records: list[Record]) -> list[LengthNumbers]:
+    def summarise(self, records: list[Record]) -> list[Record]:
         """Return the values by length, followed by the value of all rows."""
 
     def evaluate(self, job: Any) -> TaskResult:
@@ -84,21 +82,16 @@ class LengthTask(ForeignTask):
         model = job.model
         if not isinstance(model, EvaluatedModel):
             raise UserError(f"{model.name} is not a Hugging Face model: {self.name}", code="model")
-        context = model.context
-        if (longest := job.settings.max_tokens or context) is None:
-            raise UserError(
-                f"{model.source} has no configured context. Set --max_tokens", code="option-needs"
-            )
-        text = load_model_config(model.path).get_text_config()
-        if context is not None and longest > context and not getattr(text, "rope_parameters", None):
-            problem = f"--max_tokens {longest} exceeds the context of {model.source}, {context} tokens"
-            raise UserError(f"{problem}. Lower it", code="context")
+        context, text = model.context, load_model_config(model.path).get_text_config()
+        longest = job.settings.max_tokens or context
+        if not longest or (context and longest > context and not getattr(text, "rope_parameters", None)):
+            problem = f"{model.source} has a context of {context or 'unknown length'}"
+            raise UserError(f"{problem}. Set --max_tokens to its context or less", code="context")
         rows = self.prepare(model.tokenizer, longest, job.settings.limit)
         inputs = hashlib.sha256(b"".join(row["ids"].tobytes() for row in rows)).hexdigest()
-        compared = {"test_rows": inputs[:16], "max_tokens": longest, "dtype": model.dtype}
-        compared |= {"scorer": f"{self.name} {VERSION}"}
-        identity = compared | {"weights": model.digest, "tokenizer": model.tokenizer_digest}
-        entry = store.Entry(job.out / store.STORE, identity, job.say)
+        compared = {"test_rows": inputs[:16], "max_tokens": longest, "dtype": model.dtype, "scorer": VERSION}
+        facts = {"weights": model.digest, "tokenizer": model.tokenizer_digest, "task": self.name}
+        entry = store.Entry(job.out / store.STORE, compared | facts, job.say)
         records = self._records(job, entry, rows)
         result: TaskResult | None = entry.result()
         if result is None:
@@ -147,7 +140,6 @@ class PositionTask(LengthTask):
     kind = "positions:"
     title = "Loss by position"
     score = "nats per token"
-    higher_is_better = False
 
     def prepare(self, tokenizer: Any, longest: int, limit: int | None) -> list[Record]:
         """Return the texts that reach the last bin, so that all bins are of the same texts."""
@@ -161,11 +153,11 @@ class PositionTask(LengthTask):
 
     def score_row(self, model: EvaluatedModel, row: Record) -> Record:
         """Return the sum of -log p by bin, of the tokens with 1, 2, ... tokens before them."""
-        nll = model.scorer.token_nll(row["ids"])
+        nll, _ = model.scorer.read_text(row["ids"])
         sums = [float(nll[low - 1 : high - 1].sum()) for low, high in _bins(len(nll))]
         return {"value": sum(sums), "weight": len(nll), "nll": sums}
 
-    def summarise(self, records: list[Record]) -> list[LengthNumbers]:
+    def summarise(self, records: list[Record]) -> list[Record]:
         """Return the means, with Student's intervals over texts."""
 
         sizes = [r["weight"] for r in records]
@@ -206,14 +198,15 @@ class PasskeyTask(LengthTask):
 
     def score_row(self, model: EvaluatedModel, row: Record) -> Record:
         """Return 1 if greedy decoding writes the passkey, and no further digit after it."""
-        *found, after = model.scorer.most_likely(row["ids"], row["answer"] + 1)
-        longer = str(model.tokenizer.convert_ids_to_tokens(after))[:1].isdigit()
-        return {"value": float(found == row["ids"][-row["answer"] :].tolist() and not longer), "weight": 1.0}
+        count, (_, best) = row["answer"], model.scorer.read_text(row["ids"])
+        longer = str(model.tokenizer.convert_ids_to_tokens(best[-1]))[:1].isdigit()
+        found = best[-1 - count : -1] == row["ids"][-count:].tolist()
+        return {"value": float(found and not longer), "weight": 1.0}
 
-    def summarise(self, records: list[Record]) -> list[LengthNumbers]:
+    def summarise(self, records: list[Record]) -> list[Record]:
         """Return the shares, with intervals over the beginnings of the prompts, and the shares by depth."""
 
-        def cell(label: str, part: list[Record]) -> LengthNumbers:
+        def cell(label: str, part: list[Record]) -> Record:
             value, interval = stats.bounded_mean([r["value"] for r in part], [str(r["id"]) for r in part])
             by_depth = ([r["value"] for r in part if r["depth"] == depth] for depth in DEPTHS)
             shares = " ".join(f"{100 * np.mean(values):.0f}" for values in by_depth)
@@ -250,7 +243,7 @@ def _hide(tokenizer: Any, key: str, text: np.ndarray, depth: int) -> Record:
     return {"answer": len(end) - [*same, False].index(False), "ids": ids}
 
 
-def _cell(label: str, value: float, interval: stats.Interval | None, note: str = "") -> LengthNumbers:
+def _cell(label: str, value: float, interval: stats.Interval | None, note: str = "") -> Record:
     ends = None if interval is None else asdict(interval)
     return {"label": label, "value": value, "interval": ends, "note": note}
 

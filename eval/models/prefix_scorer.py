@@ -320,34 +320,28 @@ class PrefixScorer:
         return scores
 
     @torch.inference_mode()
-    def token_nll(self, ids: np.ndarray) -> np.ndarray:
-        """Return -log p of the tokens of a text [N] after the first, float64 [N - 1]."""
-        self._ignored = None
-        if self.method == FORWARD:
-            nll = self._forward_nll(ids)
-        else:
-            nll = self._head.nll(self._states(ids), np.arange(len(ids) - 1), ids[1:], None)
-        if not np.isfinite(nll).all():
-            raise NotFiniteError("its likelihoods are NaN or infinite")
-        return nll
+    def read_text(self, ids: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """Return -log p of tokens 2 to N of a text [N], float64, and the most likely tokens 2 to N + 1.
 
-    @torch.inference_mode()
-    def most_likely(self, ids: np.ndarray, count: int) -> list[int]:
-        """Return the most likely token after each of the last `count` tokens of a text [N]."""
-        if self.method == FORWARD:
-            row = torch.from_numpy(ids)[None].to(self._device)
-            logits = self.model(input_ids=row, use_cache=False).logits[0, -count:]
-        else:
-            logits = self._head._logits(self._states(ids)[0, -count:])
-        if not bool(logits.isfinite().all()):
-            raise NotFiniteError("its logits are NaN or infinite")
-        best: list[int] = logits.argmax(dim=-1).tolist()
-        return best
-
-    def _states(self, ids: np.ndarray) -> Tensor:
-        """Return the hidden states [1, N, H] of a text [N]."""
+        Raises NotFiniteError when a value is NaN or infinite.
+        """
         row = torch.from_numpy(ids)[None].to(self._device)
-        return self.model.base_model(input_ids=row, use_cache=False).last_hidden_state
+        logits: Callable[[Tensor], Tensor] = Tensor.float
+        if self.method == FORWARD:
+            states = self.model(input_ids=row, use_cache=False).logits[0]
+        else:
+            states = self.model.base_model(input_ids=row, use_cache=False).last_hidden_state[0]
+            logits = self._head._logits
+        step = max(1, HEAD_BYTES // (4 * self._vocabulary))
+        nll, best = [], list[int]()
+        for part, targets in zip(states.split(step), row[0].roll(-1).split(step), strict=True):
+            log_p = logits(part).log_softmax(dim=-1)
+            nll.append(-log_p.gather(1, targets[:, None])[:, 0].double())
+            best += log_p.argmax(dim=-1).tolist()
+        losses = torch.cat(nll).cpu().numpy()
+        if not np.isfinite(losses).all():
+            raise NotFiniteError("its likelihoods are NaN or infinite")
+        return losses[:-1], best
 
     def _fall_back_to(self, method: str) -> None:
         self.method = method
@@ -403,14 +397,7 @@ class PrefixScorer:
 
     def _score_forward(self, prompt: Item) -> ItemScore:
         """Return the score of a single prompt (an item with at most one tail) by the model's own forward."""
-        losses = self._forward_nll(np.concatenate([prompt.prefix, *prompt.tails]))
-        split = len(prompt.prefix) - 1
-        tails = [losses[split + prompt.unscored(k) :].sum() for k in range(len(prompt.tails))]
-        return ItemScore(float(losses[:split].sum()), np.array(tails, dtype=np.float64))
-
-    def _forward_nll(self, ids: np.ndarray) -> np.ndarray:
-        """Return -log p of tokens 2 to N of a text [N] by the model's own forward, float64 [N - 1]."""
-        row = torch.from_numpy(ids)[None].to(self._device)
+        row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
         logits = self.model(input_ids=row, use_cache=False).logits[0, :-1]
         targets = row[0, 1:]
         step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
@@ -420,7 +407,10 @@ class PrefixScorer:
         nll = torch.cat(parts)
         if self._ignored is not None:
             nll = nll.masked_fill(targets == self._ignored, 0.0)
-        return nll.cpu().numpy()
+        losses = nll.cpu().numpy()  # of tokens 2..N
+        split = len(prompt.prefix) - 1
+        tails = [losses[split + prompt.unscored(k) :].sum() for k in range(len(prompt.tails))]
+        return ItemScore(float(losses[:split].sum()), np.array(tails, dtype=np.float64))
 
     def _score_trees(
         self,

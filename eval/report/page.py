@@ -133,7 +133,7 @@ def _answer(report: Report) -> list[str]:
                 f"Compared with {first}{where}, {describe_effects(effects, COMPARED, 'points')}."
             )
     on = f"on {counted(len(report.tasks), 'task')}"
-    measured = [*report.harness_results(), *report.harness_results(lengths=True)]
+    measured = report.harness_results() or report.harness_results(lengths=True)
     for _, model, x in measured if not report.tasks else ():
         sentences.append(f"{model.name}: {x['score']} {x['measure']['value']:.4g} on {x['title']}.")
     for e in report.effects(None) if not sentences else ():

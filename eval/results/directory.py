@@ -66,15 +66,6 @@ class MeasureNumbers(TypedDict):
     interval: dict[str, float] | None
 
 
-class LengthNumbers(TypedDict):
-    """The value of a measure at a length or in a range of positions, or of all rows."""
-
-    label: str
-    value: float
-    interval: dict[str, float] | None
-    note: str
-
-
 class TaskResult(TypedDict):
     """The result of a task. It has either an accuracy and all keys of RESULT, or a measure."""
 
@@ -104,7 +95,7 @@ class TaskResult(TypedDict):
     worst: NotRequired[list[Record]]
     measure: NotRequired[MeasureNumbers]
     metrics: NotRequired[dict[str, float]]  # lm-eval's, or the values of `lengths`
-    lengths: NotRequired[list[LengthNumbers]]
+    lengths: NotRequired[list[Record]]  # label, value, interval and note
     answers_cut: NotRequired[int | None]
 
 

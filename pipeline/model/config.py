@@ -38,10 +38,7 @@ class LoraConfig(Section):
 
 
 class RopeConfig(Section):
-    """Rotary position embeddings (RoPE) of a pre-trained model, changed for a longer context.
-
-    The names and formulas are those of Transformers.
-    """
+    """RoPE of a pre-trained model for a longer context, with the names and formulas of Transformers."""
 
     type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
     """How the frequencies are scaled. The default keeps the model's own scaling."""
@@ -52,8 +49,7 @@ class RopeConfig(Section):
     original_max_position_embeddings: int | None = Field(None, gt=0)
     """The context before scaling. The default is the model's context."""
     max_position_embeddings: int | None = Field(None, gt=0)
-    """The new context, without `type` or with `llama3`. The default is factor times the original context, or
-    the model's context."""
+    """The new context, for `theta` alone and llama3. The default is the model's, times `factor`."""
     attention_factor: float | None = Field(None, gt=0)
     """Factor on cosines and sines (yarn). The default is 0.1 ln(factor) + 1."""
     beta_fast: float | None = Field(None, gt=0)
@@ -67,10 +63,8 @@ class RopeConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RopeConfig:
-        if self.type is None and self.theta is None:
+        if (self.type is None) != (self.factor is None) or (self.type is None and self.theta is None):
             raise ValueError("set type with factor, or theta")
-        if self.type is not None and self.factor is None:
-            raise ValueError(f"type={self.type} needs factor, for example 4")
         keys = {key for key, value in self if value is not None} - {"type", "theta"}
         if wrong := sorted(keys - ROPE_KEYS[self.type]):
             raise ValueError(f"{wrong[0]} does not go with {self.type or 'theta alone'}")
@@ -145,7 +139,5 @@ class ModelConfig(Section):
         if self.rope is not None and self.path is None:
             raise ValueError("rope changes a model in path. For a new one set architecture.rope_parameters")
         if self.rope is not None and self.exported != "merged":
-            raise ValueError(
-                "rope needs lora.export=merged, because an adapter is read with the RoPE of its base model"
-            )
+            raise ValueError("rope needs lora.export=merged: an adapter is read with its base model's RoPE")
         return self

@@ -1,12 +1,8 @@
 """Change the rotary position embeddings (RoPE) of a pre-trained model, to extend its context.
 
-    linear    positions divided by the factor (Chen et al. 2023, arXiv 2306.15595)
-    dynamic   NTK-aware scaling of theta by the longest position of a batch
-    yarn      low frequencies divided, high ones kept (Peng et al. 2023, arXiv 2309.00071)
-    llama3    the same with other bounds, as in Llama 3.1
-
-Transformers computes the frequencies. Here the settings are put into a model's configuration, so that
-training, checks, plans and exports all read them from there.
+The settings are put into the model's configuration, from which Transformers computes the frequencies. The
+types are linear (arXiv 2306.15595), dynamic (theta scaled by the longest position of a batch), yarn (arXiv
+2309.00071) and llama3 (that of Llama 3.1).
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from emo.common.io.weights import DYNAMIC, extended_context
 from .config import ROPE_KEYS, RopeConfig
 from .readers import CONTEXT, GLOBAL, LOCAL, LOCAL_THETA
 
-TYPES = [kind for kind in ROPE_KEYS if kind]
 KEPT = ("rope_theta", "partial_rotary_factor")  # settings that do not depend on the type
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MAXIMUM = "max_position_embeddings"
@@ -41,17 +36,15 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     settings = getattr(text, "rope_parameters", None) or {}
     before = settings.get(GLOBAL) or settings
     kind = before.get("rope_type", "default")
-    known = "rope_theta" in before and hasattr(text, MAXIMUM) and kind in ("default", *TYPES)
+    known = "rope_theta" in before and hasattr(text, MAXIMUM) and kind in ("default", *ROPE_KEYS)
     # transformers 4 reads only longrope for Phi-3, and Falcon may have ALiBi instead of RoPE.
     if not known or hasattr(text, CONTEXT) or getattr(text, "alibi", False):
         raise _wrong(f"the RoPE of {text.model_type} models cannot be changed", "Remove model.rope")
     original = rope.original_max_position_embeddings
     if rope.type is not None and original is None and kind != "default":
-        cure = f"Set model.rope.{CONTEXT}, or remove model.rope to keep that context"
-        raise _wrong(f"the model has RoPE of type {kind} already", cure)
+        raise _wrong(f"the model has RoPE of type {kind} already", f"Remove it, or set model.rope.{CONTEXT}")
     after: dict[str, Any] = {k: v for k, v in before.items() if k in KEPT or rope.type in (None, kind)}
-    if rope.theta is not None:
-        after["rope_theta"] = rope.theta
+    after["rope_theta"] = rope.theta or before["rope_theta"]
     maximum = rope.max_position_embeddings
     if rope.type is not None:
         original = original or getattr(text, MAXIMUM)
