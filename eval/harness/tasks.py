@@ -17,11 +17,11 @@ from typing import Any
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
 
-from ..icl.lengths import length_task
 from ..icl.tasks import ForeignTask, Task, select_tasks
 from ..results.directory import TaskResult
 
 PREFIX = "lm-eval:"
+LENGTHS = ("positions:", "passkey:")  # prefixes of measures over lengths
 
 
 class HarnessTask(ForeignTask):
@@ -61,11 +61,14 @@ def select_all(names: str, version: str = "paper") -> Sequence[Task | ForeignTas
     Raises UserError for an unknown name, and if lm-eval is needed but not installed.
     """
     parts = [part.strip() for part in names.split(",") if part.strip()]
-    if lengths := {part: task for part in parts if (task := length_task(part))}:
-        if len({task.name for task in lengths.values()}) < len(lengths):
+    if measures := [part for part in parts if part.startswith(LENGTHS)]:
+        from ..icl.lengths import length_task
+
+        lengths = [length_task(part) for part in measures]
+        if len({task.name for task in lengths}) < len(lengths):
             raise UserError(f"--tasks names two files with the same name: {names}", code="task")
-        others = ",".join(part for part in parts if part not in lengths)
-        return [*(select_all(others, version) if others else []), *lengths.values()]
+        others = ",".join(part for part in parts if part not in measures)
+        return [*(select_all(others, version) if others else []), *lengths]
     specs = [part.removeprefix(PREFIX) for part in parts if part.startswith(PREFIX)]
     if not specs:
         return select_tasks(names, version)

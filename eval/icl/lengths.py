@@ -217,12 +217,10 @@ class PasskeyTask(LengthTask):
         return [cell(label, part) for label, part in {**parts, "all": records}.items()]
 
 
-def length_task(name: str) -> LengthTask | None:
-    """Return the task that `positions:FILE` or `passkey:FILE` names, or None for other names."""
-    for task in (PositionTask, PasskeyTask):
-        if name.startswith(task.kind):
-            return task(Path(name.removeprefix(task.kind)))
-    return None
+def length_task(name: str) -> LengthTask:
+    """Return the task that `positions:FILE` or `passkey:FILE` names."""
+    task = PositionTask if name.startswith(PositionTask.kind) else PasskeyTask
+    return task(Path(name.removeprefix(task.kind)))
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
