@@ -220,9 +220,11 @@ def extended_context(context: int | None, rope: Mapping[str, Any]) -> int | None
     """Return the context of a model after its RoPE changes. rope: keys of `model.rope`."""
     maximum, factor = rope.get("max_position_embeddings"), rope.get("factor")
     original = rope.get("original_max_position_embeddings") or context
-    if not maximum and isinstance(factor, int | float) and isinstance(original, int):
+    if isinstance(maximum, int):
+        return maximum
+    if isinstance(factor, int | float) and isinstance(original, int) and 1 <= factor < 1e6:
         return round(factor * original)
-    return maximum or context
+    return context
 
 
 def _forget_earlier_batches(model: Any) -> None:

@@ -100,7 +100,7 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int], context: int
     Programs look for the end of a reply in different files: `generate` and vLLM stop at any eos_token_id of
     generation_config.json, llama.cpp and others only at the tokenizer's eos_token. It stays as it is if
     `ends`, the tokens that end supervised answers or documents, are several, or if the chat template itself
-    writes eos_token. `model_max_length`, which vLLM reads, is raised to the extended `context` of the model.
+    writes eos_token. `model_max_length` is raised to the extended `context` of the model.
     """
     shutil.copytree(source, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     file = directory / "tokenizer_config.json"

@@ -43,14 +43,16 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     original = rope.original_max_position_embeddings
     if rope.type is not None and original is None and kind != "default":
         raise _wrong(f"the model has RoPE of type {kind} already", f"Remove it, or set model.rope.{CONTEXT}")
-    after: dict[str, Any] = {k: v for k, v in before.items() if k in KEPT or rope.type in (None, kind)}
+    after: dict[str, Any] = LLAMA3.copy() if rope.type == "llama3" else {}
+    after |= {key: value for key, value in before.items() if key in KEPT or rope.type in (None, kind)}
     after["rope_theta"] = rope.theta or before["rope_theta"]
     maximum = rope.max_position_embeddings
     if rope.type is not None:
         original = original or getattr(text, MAXIMUM)
         # The formula of dynamic RoPE, and `context_length`, expect the original context there.
         maximum = original if rope.type == DYNAMIC else extended_context(original, rope.model_dump())
-        after |= {"rope_type": rope.type} | (LLAMA3 if rope.type == "llama3" else {})
+        after["rope_type"] = rope.type
+        after.pop("attention_factor", None)  # it depends on the factor
         after |= {key: value for key, value in rope if value is not None and key not in OURS}
         if rope.type in ("yarn", "llama3"):  # the formulas of the others have no such key
             after[CONTEXT] = original
