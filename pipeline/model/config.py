@@ -76,13 +76,9 @@ class RopeConfig(Section):
 
 SCALING = {"factor", "original_max_position_embeddings"}
 # Keys that go with each type of RoPE, besides theta. None: the model's own scaling.
-ROPE_KEYS = {
-    None: {"max_position_embeddings"},
-    "linear": SCALING,
-    "dynamic": SCALING,
-    "yarn": SCALING | {"attention_factor", "beta_fast", "beta_slow"},
-    "llama3": SCALING | {"max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-}
+ROPE_KEYS = {None: {"max_position_embeddings"}, "linear": SCALING, "dynamic": SCALING}
+ROPE_KEYS["yarn"] = SCALING | {"attention_factor", "beta_fast", "beta_slow"}
+ROPE_KEYS["llama3"] = SCALING | {"max_position_embeddings", "low_freq_factor", "high_freq_factor"}
 
 
 class ModelConfig(Section):

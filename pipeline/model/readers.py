@@ -47,7 +47,6 @@ LAYERS_OF_4 = {"linear_attention": "mamba", "full_attention": "attention"}  # in
 MAMBA = {"granitemoehybrid": "layer_types", "zamba": "layers_block_type", "zamba2": "layers_block_type"}
 # The only keys besides the type that transformers 4 accepts for Phi-3.
 LONGROPE = ("short_factor", "long_factor")
-LONGEST = "model_max_length"  # in tokenizer_config.json
 CONTEXT = "original_max_position_embeddings"  # also a key of Phi-3's configuration itself
 
 
@@ -110,8 +109,8 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int], context: int
         token = settings.get("added_tokens_decoder", {}).get(str(ends[0]))
         if token is not None and token["special"]:
             settings["eos_token"] = token["content"]
-    if context is not None and settings.get(LONGEST, context) < context:
-        settings[LONGEST] = context
+    if context is not None and settings.get("model_max_length", context) < context:
+        settings["model_max_length"] = context
     if settings != before:
         write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 

@@ -18,7 +18,6 @@ from .config import ROPE_KEYS, RopeConfig
 from .readers import CONTEXT, GLOBAL, LOCAL, LOCAL_THETA
 
 KEPT = ("rope_theta", "partial_rotary_factor")  # settings that do not depend on the type
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MAXIMUM = "max_position_embeddings"
 OURS = ("type", "theta", MAXIMUM, CONTEXT)  # keys of a recipe that are not RoPE's, or have another name
 
@@ -43,7 +42,7 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     original = rope.original_max_position_embeddings
     if rope.type is not None and original is None and kind != "default":
         raise _wrong(f"the model has RoPE of type {kind} already", f"Remove it, or set model.rope.{CONTEXT}")
-    after: dict[str, Any] = LLAMA3.copy() if rope.type == "llama3" else {}
+    after: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope.type == "llama3" else {}
     after |= {key: value for key, value in before.items() if key in KEPT or rope.type in (None, kind)}
     after["rope_theta"] = rope.theta or before["rope_theta"]
     maximum = rope.max_position_embeddings
