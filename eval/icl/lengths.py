@@ -192,8 +192,8 @@ class PasskeyTask(LengthTask):
                 text = np.resize(np.roll(haystack, -begin), length)
                 for depth in DEPTHS:
                     key = str(np.random.default_rng([length, number, depth]).integers(10**4, 10**5))
-                    known = {"id": number, "gold": key, "group": str(length), "depth": depth}
-                    rows.append(known | _hide(tokenizer, key, text, depth))
+                    known = {"id": number, "cluster": number, "gold": key, "group": str(length)}
+                    rows.append(known | {"depth": depth} | _hide(tokenizer, key, text, depth))
         return rows
 
     def score_row(self, model: EvaluatedModel, row: Record) -> Record:
