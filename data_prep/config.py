@@ -30,7 +30,7 @@ from emo.common.config.recipe import (
 )
 from emo.common.errors import UserError, one_line
 from emo.common.io.untrusted import read_json
-from emo.common.io.weights import context_length, reject_adapter
+from emo.common.io.weights import context_length, extended_context, reject_adapter
 
 from .encoding.chat_templates import BUILT_IN, GIVEN, fixed_date
 
@@ -340,11 +340,12 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
     context = None
     if isinstance(path_of_model, str):
         reject_adapter(Path(path_of_model))
-        context = context_of(Path(path_of_model))
+        rope = tree["model"].get("rope")
+        context = extended_context(context_of(Path(path_of_model)), rope if isinstance(rope, dict) else {})
     if context is not None and config.sequence_len > context:
         raise UserError(
             f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
-            f"{path_of_model}. Set data.sequence_len={context} or less",
+            f"{path_of_model}. Set data.sequence_len={context} or less, or extend it with model.rope",
             code="context",
         )
     return config

@@ -46,6 +46,7 @@ from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
 from ..model.objective_config import COSTS
 from ..model.objectives import objective_parts, training_objective
 from ..model.readers import check_exported_tokenizer
+from ..model.rope import check_rope
 from ..model.teacher import check_teacher
 from ..monitor.config import LOGGER_PACKAGES
 
@@ -313,6 +314,7 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+            check_rope(model, config.model.rope)
             if config.model.lora is not None:
                 model = add_lora(model, config.model, config.train.seed)
                 if config.model.lora.path is not None:
