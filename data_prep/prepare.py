@@ -6,8 +6,9 @@ First all jobs read the sources, and one of them makes the files that all jobs s
     grams.npz           n-grams of the tasks' test rows, if data.contamination is set
     settings.json       all settings that decide the content. Later jobs must have the same
     plan.parquet        the rows of each shard. Written last
-Until the plan is complete these files are in `.new`, with the parts of the scan. They stay when jobs die. The
-next jobs continue from them if their settings and sources are the same.
+Until the plan is complete these files are in `.new`, with the parts of the scan and the stages of the
+selection. They stay when jobs die. The next jobs continue from them if their settings and sources are the
+same.
 
 Then every job makes the missing or changed ones of:
     train/, validation/ its shards, each with a note that it is complete. validation-NAME/ for a named set
@@ -73,7 +74,7 @@ from .encoding.tokenizer import (
 from .selection import contamination
 from .selection.plan import Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
-from .selection.select import SPILL, select
+from .selection.select import Selection
 from .selection.token_limit import limit_tokens
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
 from .shards.format import MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
@@ -111,8 +112,8 @@ NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this di
 
 # Patterns of files that prepare makes.
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
-SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*", f"{NEW}/{SPILL}/*")
-UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*", f"{NEW}/{SCAN}/*/*")
+SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*")
+UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*", f"{NEW}/*/*/*")  # the last: leases of units
 OF_SPLIT = ("shard-[0-9]*-of-[0-9]*.arrow", "shard-[0-9]*-of-[0-9]*.json", MANIFEST, OVERLAP, f".*{PART}")
 OF_SCORES = tuple(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}"))
 SPLITS = (TRAIN, VALIDATION, f"{VALIDATION}-*")
@@ -160,11 +161,12 @@ def prepare(
             stack.enter_context(register_user(config.dir / JOBS))
         if not (config.dir / PLAN).is_file():
             scan = job.scan(shard[0] / shard[1])
+            selection = job.select(scan, shard[0] / shard[1])
             with job.lock_planning():
                 if not (config.dir / PLAN).is_file():
                     if not (job.new / SETTINGS).is_file():  # a job died while it published the plan
                         job.set_up()
-                    job.make_plan(scan)
+                    job.make_plan(scan, selection)
         hashes = Hashes(config.dir / HASHES)
         loaded = job.load(hashes)
         missing = [] if finish else job.find_missing(hashes, shard)
@@ -232,7 +234,8 @@ class Preparation:
         self.set_up(force)
         if force:
             try:
-                self.make_plan(self.scan(0, alone=True))
+                scan = self.scan(0, alone=True)
+                self.make_plan(scan, self.select(scan, 0, alone=True))
             finally:
                 self.clear()
 
@@ -301,16 +304,29 @@ class Preparation:
         scan.run(first, self.workers, lambda: not alone and plan.is_file(), self.say)
         return scan
 
-    def make_plan(self, scan: Scan) -> None:
-        """Make the plan of the scanned rows and publish it with its files.
+    def select(self, scan: Scan, first: float, alone: bool = False) -> Selection | None:
+        """Select the scanned rows, together with other jobs.
+
+        Returns None if another job has finished the plan. first, alone: see `scan`.
+        """
+        if not alone and (self.config.dir / PLAN).is_file():
+            return None
+        parts = [scan.parts[unit.number] for unit in scan.units]
+        selection = Selection(self.config, scan.inputs, parts, self.new)
+        plan = self.config.dir / PLAN
+        done = selection.run(first, lambda: not alone and plan.is_file(), self.say)
+        return selection if done else None
+
+    def make_plan(self, scan: Scan, selection: Selection | None) -> None:
+        """Make the plan of the selected rows and publish it with its files.
 
         Raises UserError if nothing is left to train on.
         """
+        assert selection is not None, "the plan was removed"
         config = self.config
         say = self.say
         inputs = scan.inputs
-        parts = [scan.parts[unit.number] for unit in scan.units]
-        plan = select(config, inputs, parts, self.new / ROWS, self.workers, scan.first_fault)
+        plan = selection.plan(self.new / ROWS, scan.first_fault)
         summary = plan.summary
         if scan.chat is not None:
             summary["chat_template"] = scan.chat.digest
