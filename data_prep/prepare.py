@@ -5,7 +5,8 @@ First all jobs read the sources, and one of them makes the files that all jobs s
     tokenizer/          saved, or trained
     grams.npz           n-grams of the tasks' test rows, if data.contamination is set
     settings.json       all settings that decide the content. Later jobs must have the same
-    plan.parquet        the rows of each shard. Written last
+    rows.parquet        the rows of each shard
+    plan.parquet        how they are read, and the counts of all rows. Written last
 Until the plan is complete these files are in `.new`, with the parts of the scan and the stages of the
 selection. They stay when jobs die. The next jobs continue from them if their settings and sources are the
 same.
@@ -72,7 +73,7 @@ from .encoding.tokenizer import (
     train_sentencepiece,
 )
 from .selection import contamination
-from .selection.plan import Plan, ShardPart
+from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import Selection
 from .selection.token_limit import limit_tokens
@@ -103,15 +104,13 @@ HASHES = "hashes.json"
 OVERLAP = "contamination.json"
 NEW = ".new"  # the directory of planning jobs
 SCAN = "scan"  # in .new: the parts of the scan
-# In .new: the selected rows, before the plan is complete.
-ROWS = "rows.parquet"
-LIMITED = "limited.parquet"
+PIECES = "pieces.parquet"  # in .new: the pieces of the plan before it is complete
 PLANNING = ".planning"  # lease of the planning job
 JOBS = ".jobs"  # leases of all running jobs
 NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
 
 # Patterns of files that prepare makes.
-SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
+SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, ROWS, PLAN)
 SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*")
 UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*", f"{NEW}/*/*/*")  # the last: leases of units
 OF_SPLIT = ("shard-[0-9]*-of-[0-9]*.arrow", "shard-[0-9]*-of-[0-9]*.json", MANIFEST, OVERLAP, f".*{PART}")
@@ -326,12 +325,12 @@ class Preparation:
         config = self.config
         say = self.say
         inputs = scan.inputs
-        plan = selection.plan(self.new / ROWS, scan.first_fault)
+        plan = selection.plan(self.new / PIECES, scan.first_fault)
         summary = plan.summary
         if scan.chat is not None:
             summary["chat_template"] = scan.chat.digest
         characters = counted(summary["chars"][TRAIN], "character")
-        say(f"{counted(int(plan.ends[-1]), 'row')} read; {characters} of them to train on")
+        say(f"{counted(int(plan.input_ends[-1]), 'row')} read; {characters} of them to train on")
         facts = self._plan_tokenizer(plan, inputs)
         if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
             say(note)
@@ -344,7 +343,7 @@ class Preparation:
         if config.limit_tokens is not None:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
             with WorkerPool(self.workers, counting, encode) as pool:
-                plan = limit_tokens(config, plan, inputs, pool, self.new / LIMITED)
+                plan = limit_tokens(config, plan, inputs, pool)
         say(f"not used: {'; '.join(describe_left_out(summary)) or 'nothing'}")
         for line in (*describe_columns(summary), *summary.pop("notes")):
             say(line)
@@ -384,7 +383,7 @@ class Preparation:
         (directory / PLAN).unlink(missing_ok=True)  # first, as it makes the other files valid
         remove_matching(directory, [f"{split}/{MANIFEST}" for split in SPLITS])
         remove_matching(directory, (*OF_SPLITS, *OF_ALL))
-        for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
+        for name in (SETTINGS, TOKENIZER, GRAMS, ROWS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(directory / name)
 
@@ -459,7 +458,8 @@ class Preparation:
         chars = plan.summary["chars"]
         copies = sum(source[split] for source in plan.summary["sources"] for split in chars)
         row_size = sum(chars.values()) // max(1, copies)  # average
-        rows = sum(int(plan.rows(shard, shard + 1).copies.sum(dtype="int64")) for shard in shards)
+        batches = (batch for shard in shards for batch in plan.rows(shard, shard + 1))
+        rows = sum(int(batch.copies.sum(dtype="int64")) for batch in batches)
 
         def parts() -> Iterator[ShardPart]:
             """Yield the parts of all shards: workers begin the next one while this process ends the last."""
@@ -467,7 +467,7 @@ class Preparation:
                 yield from plan.parts(loaded.sources.inputs, shard)
 
         with (
-            WorkerPool(min(self.workers, len(plan.pieces)), encoding, encode) as pool,
+            WorkerPool(min(self.workers, plan.pieces), encoding, encode) as pool,
             progress("tokenising", rows * row_size, self.say) as advance,
         ):
             encoded = _report_progress(pool.map(parts()), row_size, advance)

@@ -99,9 +99,13 @@ class ScanPart(NamedTuple):
 
     path: Path
     key: str
-    pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, checksum
     inputs: list[InputNote]
     groups: list[int]  # rows of each row group
+
+    def pieces(self) -> np.ndarray:
+        """Return the pieces, int64 [pieces, 5]: input, start, length, rows, checksum."""
+        note = json.loads(pq.read_metadata(self.path).metadata[b"note"])
+        return np.array(note["pieces"], np.int64).reshape(-1, 5)
 
 
 class ScannedPiece(NamedTuple):
@@ -278,7 +282,7 @@ class Scan:
 
     def first_fault(self) -> str:
         """Return the problem and the position of the first rejected row, or '' if no row was rejected."""
-        pieces = (piece for unit in self.units for piece in self.parts[unit.number].pieces.tolist())
+        pieces = (piece for unit in self.units for piece in self.parts[unit.number].pieces().tolist())
         for number, start, length, *_ in pieces:
             if first := self._find_rejected(self.inputs[number], Extent(start, length), REASONS):
                 where, row = first
@@ -349,9 +353,8 @@ def read_part(path: Path, key: str) -> ScanPart | None:
         note = json.loads(metadata.metadata[b"note"])
         if note["key"] != key:
             return None
-        pieces = np.array(note["pieces"], np.int64).reshape(-1, 5)
         groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        return ScanPart(path, key, pieces, [InputNote(*entry) for entry in note["inputs"]], groups)
+        return ScanPart(path, key, [InputNote(*entry) for entry in note["inputs"]], groups)
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
         return None
 

@@ -12,18 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from emo.common.errors import UserError
 
 from ..config import VALIDATION, DataConfig, describe_set
 from ..sources.reader import SourceReader
 from ..sources.spec import CODE, REASONS, SELECTION, UNREADABLE
-from .arrow import array_of
 from .buckets import Chunk, read_buckets
 from .compare import MOST_ROWS, MOST_SPLITS
-from .plan import COLUMNS, GROUP_ROWS, Plan, Summary
+from .plan import COLUMNS, PIECES, ROWS, Plan, Summary, write_table
 from .scan import BEYOND_LIMIT, ScanPart
 from .similar import drop_similar
 from .stages import EndedError, Stages, drop_equal
@@ -120,7 +117,7 @@ class Selection:
         self.rows = stages.run("rows", lambda number: self._rows(stages, number), 1)
 
     def plan(self, path: Path, first_fault: Callable[[], str]) -> Plan:
-        """Write the used rows to a file and return the plan, after `run`.
+        """Write the pieces to a file, the used rows to another next to it, and return the plan, after `run`.
 
         Raises UserError if an input, if strict, or a split has no rows left.
 
@@ -130,8 +127,9 @@ class Selection:
         before[:, 0] += before[:, COMPARED].sum(axis=1)
         sources = _source_summaries(self.config, self.inputs, self.parts, before)
         summary = _summarize(self.limited, self.config, self.inputs, sources, first_fault)
-        self.write_rows(path)
-        return Plan(path, np.concatenate([part.pieces for part in self.parts]), summary)
+        write_table(path.with_name(ROWS), COLUMNS, self.used_rows())
+        write_table(path, PIECES, self._pieces())
+        return Plan(path, summary)
 
     # --- stages -------------------------------------------------------------------------------------------
 
@@ -199,20 +197,21 @@ class Selection:
             records = np.stack([stages.units[number].first + index, packed], axis=1)
             yield records.astype(np.uint64), np.zeros(len(index))
 
-    def write_rows(self, path: Path) -> None:
-        """Write the used rows of all units in order of the shards."""
-        schema = pa.schema(list(COLUMNS.items()))
-        options: Any = {"compression": "zstd", "write_page_checksum": True}
-        with pq.ParquetWriter(path, schema, **options) as writer:
-            for split in range(len(self.config.splits)):
-                for batch in read_buckets(self.rows, 0, split):
-                    packed = batch[:, 1]
-                    arrays = (batch[:, 0], packed >> np.uint64(COPIES), packed & np.uint64((1 << COPIES) - 1))
-                    columns = [
-                        array_of(values.astype(kind.to_pandas_dtype()))
-                        for values, kind in zip(arrays, COLUMNS.values(), strict=True)
-                    ]
-                    writer.write_table(pa.Table.from_arrays(columns, schema=schema), GROUP_ROWS)
+    def used_rows(self) -> Iterator[list[np.ndarray]]:
+        """Yield the used rows of all units in order of the shards, as COLUMNS."""
+        for split in range(len(self.config.splits)):
+            for batch in read_buckets(self.rows, 0, split):
+                row, packed = batch.T
+                yield [row, packed >> np.uint64(COPIES), packed & np.uint64((1 << COPIES) - 1)]
+
+    def _pieces(self) -> Iterator[list[np.ndarray]]:
+        """Yield the pieces of all parts, as PIECES."""
+        first = 0
+        for part in self.parts:
+            pieces = part.pieces().T
+            ends = first + np.cumsum(pieces[3])
+            yield [ends - pieces[3], *pieces]
+            first += int(pieces[3].sum())
 
 
 def _quotas(training: Totals, limit: int, inputs: int) -> np.ndarray | None:

@@ -25,7 +25,7 @@ from emo.data_prep.checks import planned_inputs
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig, load_data_config
 from emo.data_prep.prepare import Preparation, prepare
-from emo.data_prep.selection import buckets, plan, row_units, scan, select, stages, units
+from emo.data_prep.selection import buckets, plan, row_units, scan, stages, units
 from emo.data_prep.selection.scan import Scan, Unit, divide_into_units
 from emo.data_prep.shards.format import TokenDataset
 from emo.data_prep.shards.verify import verify
@@ -57,7 +57,7 @@ def world(root: Path, rows: list[Any], **data: Any) -> DataConfig:
 def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
     """Make units, stretches and batches so small that little data takes many of each."""
     for module, name, value in (
-        *((plan, "GROUP_ROWS", 7), (select, "GROUP_ROWS", 7), (scan, "GROUP_ROWS", 7)),
+        *((plan, "GROUP_ROWS", 7), (scan, "GROUP_ROWS", 7)),
         *((row_units, "UNIT_ROWS", 200), (row_units, "BLOCK_ROWS", 5), (buckets, "BATCH_BYTES", 4000)),
         *((scan, "UNIT_BYTES", size), (units, "POLL", 0.01)),
     ):
