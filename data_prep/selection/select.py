@@ -125,6 +125,7 @@ class Selection:
         """
         before = _count_reasons(self.totals, len(self.inputs))
         before[:, 0] += before[:, COMPARED].sum(axis=1)
+        before[:, COMPARED] = 0
         sources = _source_summaries(self.config, self.inputs, self.parts, before)
         summary = _summarize(self.limited, self.config, self.inputs, sources, first_fault)
         write_table(path.with_name(ROWS), COLUMNS, self.used_rows())

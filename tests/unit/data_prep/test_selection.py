@@ -132,7 +132,9 @@ def test_a_weight_does_not_drop_rows_of_another_source(tmp_path: Path) -> None:
     times = Counter(rows_of(config))
     few = [times[text] for text in first]
     assert [times[text] for text in second] == [1] * 300 and 10 < sum(few) < 60
-    assert sum(source["train"] for source in train_set(config).manifest.sources) == 300 + sum(few)
+    sources = train_set(config).manifest.sources
+    assert [source["rows"] for source in sources] == [450, 300]  # equal ones too
+    assert sum(source["train"] for source in sources) == 300 + sum(few)
     assert rejected(config)["weight"] >= few.count(0)
 
 
