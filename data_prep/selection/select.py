@@ -20,7 +20,7 @@ from ..sources.reader import SourceReader
 from ..sources.spec import CODE, REASONS, SELECTION, UNREADABLE
 from .buckets import Chunk, read_buckets
 from .compare import MOST_ROWS, MOST_SPLITS
-from .plan import COLUMNS, PIECES, ROWS, Plan, Summary, write_table
+from .plan import COLUMNS, GROUP_ROWS, PIECES, ROWS, Plan, Summary, write_table
 from .scan import BEYOND_LIMIT, ScanPart
 from .similar import drop_similar
 from .stages import EndedError, Stages, drop_equal
@@ -202,8 +202,9 @@ class Selection:
         """Yield the used rows of all units in order of the shards, as COLUMNS."""
         for split in range(len(self.config.splits)):
             for batch in read_buckets(self.rows, 0, split):
-                row, packed = batch.T
-                yield [row, packed >> np.uint64(COPIES), packed & np.uint64((1 << COPIES) - 1)]
+                for start in range(0, len(batch), GROUP_ROWS):
+                    row, packed = batch[start : start + GROUP_ROWS].T
+                    yield [row, packed >> np.uint64(COPIES), packed & np.uint64((1 << COPIES) - 1)]
 
     def _pieces(self) -> Iterator[list[np.ndarray]]:
         """Yield the pieces of all parts, as PIECES."""
