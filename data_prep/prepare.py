@@ -15,6 +15,7 @@ Then every job makes the missing or changed ones of:
     train/, validation/ its shards, each with a note that it is complete. validation-NAME/ for a named set
     manifest.json       of each split whose shards are all complete. Written by the job that finishes last
     hashes.json         hashes of sources and shards, so that the next job need not compute them
+    costs-*.json        duration and memory of each job
 If a job dies, start it again: incomplete files are made again.
 """
 
@@ -23,11 +24,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -77,6 +78,7 @@ from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import Selection
 from .selection.token_limit import limit_tokens
+from .shards import costs
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
 from .shards.format import MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
 from .shards.reencode import PlainEncoder, ShardCheck
@@ -117,7 +119,7 @@ OF_SPLIT = ("shard-[0-9]*-of-[0-9]*.arrow", "shard-[0-9]*-of-[0-9]*.json", MANIF
 OF_SCORES = tuple(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}"))
 SPLITS = (TRAIN, VALIDATION, f"{VALIDATION}-*")
 OF_SPLITS = tuple(f"{split}/{name}" for split in SPLITS for name in (*OF_SPLIT, *OF_SCORES))
-OF_ALL = (*SHARED, HASHES, f".*{PART}")
+OF_ALL = (*SHARED, HASHES, costs.FILES, f".*{PART}")
 
 Say = Callable[[str], None]
 
@@ -177,6 +179,7 @@ def prepare(
         elif not missing and not finish:
             say(f"all shards of job {shard[0]}/{shard[1]} exist")
         hashes.save()
+        job.stopwatch.save(config.dir, shard, workers)
     lost = describe_left_out(loaded.plan.summary)
     for split in config.splits:
         notes = list(job.read_notes(split).values())
@@ -192,6 +195,7 @@ class Preparation:
         self.workers = workers
         self.say = say
         self.new = config.dir / NEW
+        self.stopwatch = costs.Stopwatch()
 
     # --- planning -----------------------------------------------------------------------------------------
 
@@ -300,7 +304,8 @@ class Preparation:
         chat = read_chat_template(self.config, self.new)
         scan = Scan(self.config, planned_inputs(self.config), chat, self.new / SCAN)
         plan = self.config.dir / PLAN
-        scan.run(first, self.workers, lambda: not alone and plan.is_file(), self.say)
+        with self.stopwatch.time("reading"):
+            scan.run(first, self.workers, lambda: not alone and plan.is_file(), self.say)
         return scan
 
     def select(self, scan: Scan, first: float, alone: bool = False) -> Selection | None:
@@ -313,7 +318,8 @@ class Preparation:
         parts = [scan.parts[unit.number] for unit in scan.units]
         selection = Selection(self.config, scan.inputs, parts, self.new)
         plan = self.config.dir / PLAN
-        done = selection.run(first, lambda: not alone and plan.is_file(), self.say)
+        with self.stopwatch.time("selection"):
+            done = selection.run(first, lambda: not alone and plan.is_file(), self.say)
         return selection if done else None
 
     def make_plan(self, scan: Scan, selection: Selection | None) -> None:
@@ -336,7 +342,7 @@ class Preparation:
             say(note)
         summary["tokenizer"] = facts._asdict()
         hashes = self._hash_sources(plan, inputs)
-        encode = self._encode_settings(plan, self.new)
+        encode = self.encode_settings(summary, self.new)
         summary["by_words"] = words_agree(encode, plan, inputs)
         if not summary["by_words"]:
             say("note: with this tokenizer words have other ids than complete texts; words are not cached")
@@ -387,17 +393,17 @@ class Preparation:
             if (self.new / name).exists():
                 (self.new / name).replace(directory / name)
 
-    def _encode_settings(self, plan: Plan, directory: Path) -> EncodeSettings:
+    def encode_settings(self, summary: Mapping[str, Any], directory: Path) -> EncodeSettings:
         """Return the settings of encoding workers. `directory` holds the tokenizer and the n-grams."""
         config = self.config
         return EncodeSettings(
             directory=directory / TOKENIZER,
-            tokenizer=TokenizerFacts(**plan.summary["tokenizer"]),
+            tokenizer=TokenizerFacts(**summary["tokenizer"]),
             template=config.template,
             block=config.sequence_len,
             overlong=config.overlong,
             grams=directory / GRAMS if config.contamination is not None else None,
-            by_words=plan.summary.get("by_words", True),
+            by_words=summary.get("by_words", True),
             chat=read_chat_template(config, directory),
         )
 
@@ -453,7 +459,7 @@ class Preparation:
                 f"{counted(len(shards), 'shard')} must be made again, but {loaded.sources.problem}",
                 code="sources-gone",
             )
-        encode = self._encode_settings(plan, config.dir)
+        encode = self.encode_settings(plan.summary, config.dir)
         plain = PlainEncoder(loaded.tokenizer, encode.tokenizer)
         chars = plan.summary["chars"]
         copies = sum(source[split] for source in plan.summary["sources"] for split in chars)
@@ -469,6 +475,7 @@ class Preparation:
         with (
             WorkerPool(min(self.workers, plan.pieces), encoding, encode) as pool,
             progress("tokenising", rows * row_size, self.say) as advance,
+            self.stopwatch.time("shards"),
         ):
             encoded = _report_progress(pool.map(parts()), row_size, advance)
             began = time.perf_counter()
