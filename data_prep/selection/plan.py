@@ -235,6 +235,7 @@ class _Table:
     def __init__(self, path: Path, columns: Mapping[str, pa.DataType]) -> None:
         self.path = path
         self.columns = list(columns)
+        self._last: tuple[int, list[np.ndarray]] | None = None  # shards often read the same row group
 
     @cached_property
     def metadata(self) -> pq.FileMetaData:
@@ -257,6 +258,10 @@ class _Table:
         bounds = self.bounds(name)
         reach = np.append(bounds[1:, 0], np.iinfo(np.int64).max)
         for group in np.flatnonzero((bounds[:, 0] <= high) & (reach >= low)).tolist():
+            yield self._read_group(group)
+
+    def _read_group(self, group: int) -> list[np.ndarray]:
+        if self._last is None or self._last[0] != group:
             try:
                 with pq.ParquetFile(
                     self.path, metadata=self.metadata, page_checksum_verification=True
@@ -264,7 +269,8 @@ class _Table:
                     table = file.read_row_group(group, self.columns, use_threads=False)
             except (OSError, ValueError, pa.ArrowException) as error:
                 raise UserError(f"{self.path} is damaged ({error}); {AGAIN}", code="plan-damaged") from None
-            yield [numbers_of(table[name]) for name in self.columns]
+            self._last = group, [numbers_of(table[name]) for name in self.columns]
+        return self._last[1]
 
 
 def write_table(
@@ -274,13 +280,14 @@ def write_table(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write columns of numbers to a file in row groups of GROUP_ROWS, completely or not at all."""
-    table = pa.schema(list(columns.items())).empty_table()
+    schema = pa.schema(list(columns.items()))
+    table = pa.Table.from_batches([], schema)
     options: Any = {"compression": "zstd", "write_page_checksum": True}
-    with part_file(path) as file, pq.ParquetWriter(file, table.schema, **options) as writer:
+    with part_file(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
         for batch in batches:
             kinds = zip(batch, columns.values(), strict=True)
             arrays = [array_of(values.astype(str(kind), copy=False)) for values, kind in kinds]
-            table = pa.concat_tables([table, pa.Table.from_arrays(arrays, schema=table.schema)])
+            table = pa.concat_tables([table, pa.Table.from_arrays(arrays, schema=schema)])
             while table.num_rows >= GROUP_ROWS:
                 writer.write_table(table.slice(0, GROUP_ROWS))
                 table = table.slice(GROUP_ROWS)

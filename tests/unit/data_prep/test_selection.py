@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from emo.common.config.recipe import parse_section
 from emo.data_prep.config import DataConfig
-from emo.data_prep.selection import buckets, near, row_units, scan
+from emo.data_prep.selection import buckets, near, row_units, scan, select
 from emo.data_prep.selection.contamination import SHARED, Finder, collect, row_digest
 from emo.data_prep.selection.near import band_shape, signatures
 from emo.data_prep.selection.select import Selection
@@ -105,6 +105,13 @@ def test_selection_equals_a_sort_in_memory(
         counts[reason] += count
     assert list(zip(dealt[1], dealt[0], dealt[2], strict=True)) == taken
     assert counts == Counter(expected)
+
+
+def test_more_rows_than_a_node_can_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "MOST_ROWS", 20)
+    write_jsonl(tmp_path / "a.jsonl", texts(21))
+    with refused("too-many-rows"):
+        run(data_config(tmp_path))
 
 
 # --- splits and weights -----------------------------------------------------------------------------------
