@@ -99,11 +99,13 @@ def test_selection_equals_a_sort_in_memory(
         parts = parts_of(Path(name), config, *columns, weights, splits, size=11)
         selection = Selection(config, [], parts, Path(name))
         assert selection.run(0, lambda: False, print)
-        dealt = [np.concatenate(column).tolist() for column in zip(*selection.used_rows(), strict=True)]
+        dealt = [
+            row for batch in selection.used_rows() for row in zip(*map(np.ndarray.tolist, batch), strict=True)
+        ]
     counts: Counter[int] = Counter()
     for reason, count in zip(selection.totals.reason.tolist(), selection.totals.rows.tolist(), strict=True):
         counts[reason] += count
-    assert list(zip(dealt[1], dealt[0], dealt[2], strict=True)) == taken
+    assert [(shard, row, copies) for row, shard, copies in dealt] == taken
     assert counts == Counter(expected)
 
 
