@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from .prepare import Preparation, Say
 from .selection.arrow import numbers_of
 from .selection.plan import ShardPart
 from .selection.row_units import UNIT_ROWS
-from .selection.scan import ScannedPiece, scanner
+from .selection.scan import scanner
 from .shards.costs import MIB, Costs, peak_memory, read_costs
 from .shards.encode import Encoded, encoding
 from .shards.format import token_dtype
@@ -35,15 +36,6 @@ SELECTION = {"none": (0.3e-6, 150), "exact": (0.5e-6, 220), "near": (3.5e-6, 480
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-
-class SampledPiece(NamedTuple):
-    """A piece of an input."""
-
-    reader: SourceReader
-    number: int  # of the input
-    piece: Piece
-    stored: int  # bytes
 
 
 class Sample(NamedTuple):
@@ -78,19 +70,24 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
     with tempfile.TemporaryDirectory() as directory:
         job = Preparation(config.model_copy(update={"dir": Path(directory)}), 1, lambda line: None)
         job.set_up()
-        sample = _measure(job, _take_pieces(inputs, total))
+        sample = _measure(job, inputs, _take_pieces(inputs, total))
     rows = sample.rows * total / sample.stored
     say(f"sample: {sample.stored / MIB:,.1f} of {total / MIB:,.1f} MiB; the sources have {rows:,.0f} rows")
     if unknown := sum(not reader.size for reader in inputs):
         say(f"note: {counted(unknown, 'input')} of unknown size are left out")
+    if config.limit_rows or config.limit_tokens or any(reader.source.limit for reader in inputs):
+        say("note: the recipe limits the data, so preparation takes less")
     say(f"on {counted(machines, 'machine')} with {workers} processes each:")
     measured = read_costs(config.dir)
     for name, text in _predict(config, sample, total, machines, workers).shown().items():
         say(f"  {name}: {text}" + ("" if measured is None else f", measured {measured.shown()[name]}"))
 
 
-def _take_pieces(inputs: list[SourceReader], total: int) -> list[SampledPiece]:
-    """Return pieces from all over the sources. total: their size in bytes."""
+def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piece, int]]:
+    """Return pieces from all over the sources, with the number of the input, and their stored bytes.
+
+    total: stored bytes of all sources.
+    """
     ends = np.cumsum([reader.size for reader in inputs])
     places: set[tuple[int, int]] = set()
     for place in (np.arange(PLACES) + 0.5) * total / PLACES:
@@ -101,9 +98,9 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[SampledPiece]:
     for number, begin in sorted(places) if total else ():
         reader = inputs[number]
         before = begin
-        for _, piece in zip(range(PIECES), reader.pieces(begin), strict=False):
+        for piece in islice(reader.pieces(begin), PIECES):
             after = reader.position() or reader.size
-            pieces.append(SampledPiece(reader, number, piece, after - before))
+            pieces.append((number, piece, after - before))
             before = after
     if not pieces:
         raise UserError(
@@ -112,25 +109,23 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[SampledPiece]:
     return pieces
 
 
-def _measure(job: Preparation, pieces: list[SampledPiece]) -> Sample:
+def _measure(job: Preparation, inputs: list[SourceReader], pieces: list[tuple[int, Piece, int]]) -> Sample:
     """Return the costs of the second half of pieces. The first half fills caches."""
     config = job.config
     encode = job.encode_settings({"tokenizer": tokenizer_facts(job.new / TOKENIZER)._asdict()}, job.new)
-    scan = scanner(config, encode.chat)
-
-    def scan_piece(each: SampledPiece) -> ScannedPiece:
-        reader = each.reader
-        return scan((each.number, each.piece, reader.spec, reader.source.weight, reader.split))
-
-    scanned, scanning = _time(scan_piece, pieces)
+    items = []
+    for number, piece, _ in pieces:
+        reader = inputs[number]
+        items.append((number, piece, reader.spec, reader.source.weight, reader.split))
+    scanned, scanning = _time(scanner(config, encode.chat), items)
     parts = []
-    for each, found in zip(pieces, scanned, strict=True):
+    for (number, piece, *_), found in zip(items, scanned, strict=True):
         usable = numbers_of(found.rows["reason"]) == 0
         copies = np.where(usable, numbers_of(found.rows["copies"]), np.uint16(0))
-        reader, payload = each.reader, each.piece.payload
-        if payload is not None:
-            domain = reader.source.domain_name
-            parts.append(ShardPart(reader.name, payload, reader.spec, found.check, copies, domain))
+        reader = inputs[number]
+        domain = reader.source.domain_name
+        if piece.payload is not None:
+            parts.append(ShardPart(reader.name, piece.payload, reader.spec, found.check, copies, domain))
     encoded, encoding_seconds = _time(encoding(encode), parts)
     plain = PlainEncoder(read_tokenizer(job.new / TOKENIZER)[0], encode.tokenizer)
     directory = config.dir / TRAIN
@@ -142,7 +137,7 @@ def _measure(job: Preparation, pieces: list[SampledPiece]) -> Sample:
 
     _, writing = _time(write, [encoded[len(encoded) // 2 :]])
     half = len(pieces) // 2
-    stored = sum(each.stored for each in pieces[half:])
+    stored = sum(size for _, _, size in pieces[half:])
     rows = sum(found.rows.num_rows for found in scanned[half:])
     return Sample(stored, rows, scanning, encoding_seconds, writing)
 

@@ -87,11 +87,6 @@ def distinct(pairs: np.ndarray) -> np.ndarray:
     return pairs[_begins(pairs[:, 0]) | _begins(pairs[:, 1])]
 
 
-def edges_of(pairs: np.ndarray) -> np.ndarray:
-    """Return pairs of nodes as edges: child and parent."""
-    return np.stack([pairs.max(axis=1), pairs.min(axis=1)], axis=1)
-
-
 def contract_parents(batches: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, bool]]:
     """Yield edges to the smallest parent of each child, of the child and its other parents.
 

@@ -74,9 +74,7 @@ class Selection:
         self.totals: Totals  # before data.limit_rows
         self.limited: Totals
         self.rows: list[Path] = []  # the used rows of each unit, by split
-        self._quotas: np.ndarray | None = (
-            None  # int64 [inputs]: training rows of each source, copies included
-        )
+        self._quotas: np.ndarray | None = None  # see `_quotas`
 
     def run(self, first: float, ended: Callable[[], bool], say: Callable[[str], None]) -> bool:
         """Make all stages, together with other jobs. Return False if another job has finished the plan.
@@ -160,9 +158,8 @@ class Selection:
 
         def totals_of(number: int) -> Iterator[Chunk]:
             columns = self._columns(stages, number)
-            kinds = (columns["source"] * np.int64(splits) + columns["split"]) * len(REASONS) + columns[
-                "reason"
-            ]
+            kinds = columns["source"] * np.int64(splits) + columns["split"]
+            kinds = kinds * len(REASONS) + columns["reason"]
             begins = np.flatnonzero(np.diff(kinds, prepend=-1))
             runs = np.diff(np.append(begins, len(kinds)))
             kinds, groups = np.unique(kinds[begins], return_inverse=True)
@@ -173,11 +170,9 @@ class Selection:
             table = [np.full(len(kinds), number), *np.divmod(rest, splits), reason, *sums]
             yield np.stack(table, axis=1).astype(np.uint64), np.zeros(len(kinds))
 
-        tables = [
-            np.zeros((0, len(Totals._fields)), np.uint64),
-            *read_buckets(stages.run(name, totals_of, 1), 0),
-        ]
-        return Totals(*np.concatenate(tables).astype(np.int64).T)
+        tables = read_buckets(stages.run(name, totals_of, 1), 0)
+        empty = np.zeros((0, len(Totals._fields)), np.uint64)
+        return Totals(*np.concatenate([empty, *tables]).astype(np.int64).T)
 
     def _rows(self, stages: Stages, number: int) -> Iterator[Chunk]:
         """Yield the used rows of a unit with their shards, a chunk for each split.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .buckets import BATCH_BYTES, Chunk, read_buckets
-from .compare import contract_children, contract_parents, distinct, edges_of, find_copies, find_pairs, rows_of
+from .compare import contract_children, contract_parents, distinct, find_copies, find_pairs, rows_of
 from .near import PERMUTATIONS, band_shape
 from .row_units import RowUnit
 from .stages import Dropped, Stages, by_prefix
@@ -76,7 +76,8 @@ def _similar_pairs(stages: Stages, pairs: list[Path], threshold: float) -> list[
                 other = signatures[index[rows_of(batch[:, 1]) - blocks[block]]].view(np.uint32)
                 same = np.ascontiguousarray(batch[:, 2:]).view(np.uint32) == other
                 share = same.reshape(len(batch), -1, PERMUTATIONS).mean(axis=2)
-                edges = edges_of(batch[(share >= threshold).all(axis=1), :2])
+                pairs = np.sort(batch[(share >= threshold).all(axis=1), :2], axis=1)
+                edges = pairs[:, ::-1]  # child and parent
                 yield edges, stages.units_of(edges[:, 0])
 
     return stages.run("edges", similar)

@@ -14,13 +14,13 @@ from tests.helpers.refusals import refused
 
 @pytest.mark.parametrize("kind", ["text", "instruct"])
 def test_a_forecast_knows_the_rows_and_what_was_measured(tmp_path: Path, kind: str) -> None:
-    write_jsonl(tmp_path / "a.jsonl", texts(500) if kind == "text" else alpaca_rows(500))
+    write_jsonl(tmp_path / "a.jsonl", texts(250) if kind == "text" else alpaca_rows(250))
     write_jsonl(tmp_path / "b.jsonl", texts(40) if kind == "text" else alpaca_rows(40))
     config = data_config(tmp_path, kind=kind, sequence_len=128, sources=[{"files": "*.jsonl"}])
     lines: list[str] = []
     print_forecast(config, 2, 3, lines.append)
     rows = int(lines[0].split()[-2].replace(",", ""))
-    assert 430 < rows < 650 and lines[1] == "on 2 machines with 3 processes each:"
+    assert 220 < rows < 360 and lines[1] == "on 2 machines with 3 processes each:"
     assert [line.split()[0] for line in lines[2:]] == [
         "reading:",
         "selection:",

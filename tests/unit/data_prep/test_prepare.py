@@ -58,7 +58,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
     """Make units, stretches and batches so small that little data takes many of each."""
     for module, name, value in (
         *((plan, "GROUP_ROWS", 7), (scan, "GROUP_ROWS", 7)),
-        *((row_units, "UNIT_ROWS", 200), (row_units, "BLOCK_ROWS", 5), (buckets, "BATCH_BYTES", 4000)),
+        *((row_units, "UNIT_ROWS", 400), (row_units, "BLOCK_ROWS", 5), (buckets, "BATCH_BYTES", 4000)),
         *((scan, "UNIT_BYTES", size), (units, "POLL", 0.01)),
     ):
         monkeypatch.setattr(module, name, value)
