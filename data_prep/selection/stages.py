@@ -74,6 +74,8 @@ class Stages:
             chunks: returns the records that a unit writes.
             buckets: the number of buckets of each file, as many as units by default.
         """
+        if self._ended():
+            raise EndedError
         directory = self._directory / f"{STAGE}-{name}"
         directory.mkdir(exist_ok=True)
         paths = [directory / f"{number:06d}.{self._key}" for number in range(len(self.units))]
