@@ -1,4 +1,4 @@
-"""emo prepare | inspect | verify | sniff | world"""
+"""emo prepare | plan --data | inspect | verify | sniff | world"""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
     parser = Parser(prog="emo")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_prepare(commands, recipe or DataConfig)
+    _add_plan(commands, recipe or DataConfig)
     inspect = commands.add_parser(
         "inspect",
         description="Show rows of prepared data as the trainer reads them, with the supervised tokens in "
@@ -85,11 +86,27 @@ def _add_prepare(commands: Any, section: type[Section]) -> None:
     add = add_recipe(parser, section)
     text = "make only the shards of job I of N, counted from 0. Every job must finish, in any order"
     add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=text)
-    # A batch system may allow fewer CPUs than the machine has.
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add("--workers", type=_positive, default=cpus, metavar="N", help="number of processes (all CPUs)")
+    add("--workers", type=_positive, default=_cpus(), metavar="N", help="number of processes (all CPUs)")
     add("--finish", action="store_true", help="only write the manifests of existing shards")
     add("--force", action="store_true", help="delete the prepared data and start from scratch")
+
+
+def _add_plan(commands: Any, section: type[Section]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        description="Predict the duration and the memory of preparation from a sample of the sources. If the "
+        "data are prepared, what the jobs measured is printed next to it.",
+        examples=["emo plan --data launch/recipes/quickstart-pretrain.yaml --machines 4 --workers 16"],
+    )
+    add = add_recipe(parser, section)
+    add("--data", action="store_true", required=True, help="predict preparation instead of training")
+    add("--machines", type=_positive, default=1, metavar="N", help="number of jobs (%(default)s)")
+    add("--workers", type=_positive, default=_cpus(), metavar="N", help="processes of each job (all CPUs)")
+
+
+def _cpus() -> int:
+    """Return how many CPUs this process may use. A batch system may allow fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
@@ -100,6 +117,12 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         from .prepare import prepare
 
         prepare(config, args.shard, args.workers, args.force, args.finish, _say)
+    elif args.command == "plan":
+        config = load_data_config(args.recipe, args.overrides, recipe)
+        announce(args.recipe)
+        from .forecast import print_forecast
+
+        print_forecast(config, args.machines, args.workers, _say)
     elif args.command == "inspect":
         announce(args.directory)
         from .shards.inspect import inspect

@@ -218,7 +218,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "settings are gone": (lambda d: (d / "settings.json").unlink(), "settings-damaged"),
     "settings are edited": (lambda d: edit(d / "settings.json", sequence_len=64), "settings-differ"),
-    "the plan is flipped": (lambda d: [flip(d / "plan.parquet", 100), (d / SHARD).unlink()], "plan-damaged"),
+    "the plan is flipped": (lambda d: [flip(d / "plan.parquet", 40), (d / SHARD).unlink()], "plan-damaged"),
+    "the rows are flipped": (lambda d: [flip(d / "rows.parquet", 100), (d / SHARD).unlink()], "plan-damaged"),
     "the plan is gone": (lambda d: (d / "plan.parquet").unlink(), "plan-gone"),
 }
 
