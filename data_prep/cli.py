@@ -1,4 +1,4 @@
-"""emo prepare | inspect | verify | sniff | world"""
+"""emo prepare | plan --data | inspect | verify | sniff | world"""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
     parser = Parser(prog="emo")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_prepare(commands, recipe or DataConfig)
+    _add_plan(commands, recipe or DataConfig)
     inspect = commands.add_parser(
         "inspect",
         description="Show rows of prepared data as the trainer reads them, with the supervised tokens in "
@@ -101,10 +102,34 @@ def _add_prepare(commands: Any, section: type[Section]) -> None:
     add("--overlay", type=Path, metavar="DIR", help=text)
 
 
+def _add_plan(commands: Any, section: type[Section]) -> None:
+    parser = commands.add_parser(
+        "plan",
+        description="Predict the duration and the memory of preparation from a sample of the sources. If the "
+        "data are prepared, what the jobs measured is printed next to it.",
+        examples=["emo plan --data launch/recipes/quickstart-pretrain.yaml --machines 4 --workers 16"],
+    )
+    add = add_recipe(parser, section)
+    add("--data", action="store_true", required=True, help="predict preparation instead of training")
+    add("--machines", type=_positive, default=1, metavar="N", help="number of jobs (%(default)s)")
+    add("--workers", type=_positive, default=_cpus(), metavar="N", help="processes of each job (all CPUs)")
+
+
+def _cpus() -> int:
+    """Return how many CPUs this process may use. A batch system may allow fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
     """Run the chosen command. Each imports its modules after it has printed its first line."""
     if args.command == "prepare":
         _prepare(args, load_data_config(args.recipe, args.overrides, recipe))
+    elif args.command == "plan":
+        config = load_data_config(args.recipe, args.overrides, recipe)
+        announce(args.recipe)
+        from .forecast import print_forecast
+
+        print_forecast(config, args.machines, args.workers, _say)
     elif args.command == "inspect":
         announce(args.directory)
         from .shards.format import copy_prepared
@@ -150,9 +175,7 @@ def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
         _submit(args, config)
         return
     announce(args.recipe)
-    # A batch system may allow fewer CPUs than the machine has.
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = args.workers or cpus
+    workers = args.workers or _cpus()
     if args.on == "ray":
         from .on_ray import prepare_on_ray
 

@@ -2,7 +2,7 @@
 
 The mark of a field defines what it changes. Fields without a mark change the rows, that is the bytes of the
 shards. `place`: only where files are. One of REPORTS: only reports and checks. A key of USED: the rows, but
-only if the rest of the section uses the field. SET: the rows, but only if the field is set.
+only if the rest of the section uses the field. SET: the rows, but only if the field is not the default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from emo.common.config.recipe import (
 from emo.common.errors import UserError, one_line
 from emo.common.io.objects import address_of, local_directory
 from emo.common.io.untrusted import read_json
-from emo.common.io.weights import context_length, reject_adapter
+from emo.common.io.weights import context_length, extended_context, reject_adapter
 
 from .encoding.chat_templates import BUILT_IN, GIVEN, fixed_date
 
@@ -48,13 +48,14 @@ USED: dict[str, Callable[[Any], bool]] = {
     "contamination": lambda config: config.contamination is not None,
 }
 FORMAT = 7  # version of prepared data. Raise it if the same configuration gives other bytes
-SET = "if set"  # marks newer fields, which are not part of `settings` unless they are set
+SET = "if set"  # marks newer fields, which are not part of `settings` while they are the default
 
 MARKER = "data_prep.json"  # marks a directory made by prepare
 MANIFEST = "manifest.json"  # marks a split whose shards are complete
 TRAIN = "train"  # the training data
 VALIDATION = "validation"  # an unnamed validation set
 DEFAULT_DOMAIN = "default"  # of sources without a domain
+LONG = "-long"  # ends the domains of long documents
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # pattern of names of domains and validation sets
 MAX_TOKENS = 1 << 20  # in a row
 INSTRUCTION = (
@@ -154,6 +155,15 @@ class DataConfig(Section):
     question."""
     sequence_len: int = Field(256, gt=1, le=MAX_TOKENS)
     """Tokens per row."""
+    packing: Literal["blocks", "best_fit"] = mark(SET, "blocks")
+    """How documents fill rows. `blocks` cuts their sequence into complete rows. `best_fit` cuts only
+    documents that are longer than a row: the longest comes first, each into the first row with space. Rows
+    end with padding. Instructions are always packed so."""
+    min_doc_tokens: int | None = mark(SET, None, gt=0)
+    """Leave out documents of fewer tokens, with the tokens that begin and end a document."""
+    long_doc_tokens: int | None = mark(SET, None, gt=0)
+    """Give documents of at least this many tokens the domain DOMAIN-long, so that train.mixture can train on
+    them more often. Without domains these are default and default-long."""
     shards: int = Field(4, gt=0, le=99_999)
     """Files per split, and the unit of parallel work."""
     template: Literal["alpaca", "chat", "chat_template", "chatml", "llama3"] = mark("instruct", "alpaca")
@@ -239,6 +249,7 @@ class DataConfig(Section):
             )
         if reserved := next((name for name in self.template_variables if name in GIVEN), None):
             raise ValueError(f"template_variables: {reserved} comes from the rows. Remove it")
+        self._check_documents()
         try:
             fixed_date(self.template_variables)
         except (TypeError, ValueError):
@@ -257,6 +268,16 @@ class DataConfig(Section):
                 key = "train_tokenizer" if self.train_tokenizer else "contamination"
                 raise ValueError(f"{key} needs text, and a source has format: tokens")
         return self
+
+    def _check_documents(self) -> None:
+        """Raise ValueError for keys of documents that contradict others."""
+        best_fit = self.packing == "best_fit"
+        is_set = {"packing: best_fit": best_fit, "long_doc_tokens": self.long_doc_tokens is not None}
+        for key in (key for key, value in is_set.items() if value and self.limit_tokens is not None):
+            raise ValueError(f"{key} does not work with limit_tokens. Set limit_rows instead")
+        is_set["min_doc_tokens"] = self.min_doc_tokens is not None
+        for key in (key for key, value in is_set.items() if value and self.kind == "instruct"):
+            raise ValueError(f"{key} is for documents, and kind is instruct. Remove it")
 
     @property
     def by_chat_template(self) -> bool:
@@ -284,8 +305,10 @@ class DataConfig(Section):
         return self.validation
 
     def domains_of(self, split: str) -> tuple[str, ...]:
-        """Return the domains of a split's sources, in order of first appearance."""
-        return tuple(dict.fromkeys(source.domain_name for source in self.sources_of(split)))
+        """Return the domains of a split's sources, in order of first appearance, then of long documents."""
+        names = [source.domain_name for source in self.sources_of(split)]
+        long = [] if self.long_doc_tokens is None else [name + LONG for name in names]
+        return tuple(dict.fromkeys([*names, *long]))
 
 
 def by_chat_template(template: str) -> bool:
@@ -331,11 +354,12 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
     context = None
     if isinstance(path_of_model, str):
         reject_adapter(Path(path_of_model))
-        context = context_of(Path(path_of_model))
+        rope = tree["model"].get("rope")
+        context = extended_context(context_of(Path(path_of_model)), rope if isinstance(rope, dict) else {})
     if context is not None and config.sequence_len > context:
         raise UserError(
             f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
-            f"{path_of_model}. Set data.sequence_len={context} or less",
+            f"{path_of_model}. Set data.sequence_len={context} or less, or extend it with model.rope",
             code="context",
         )
     return config
@@ -372,7 +396,8 @@ def _effective_fields(value: Any, reports: bool) -> Any:
     for key in type(value).model_fields:
         name = mark_of(type(value), key)
         item = getattr(value, key)
-        if name == "place" or (name in REPORTS and not reports) or (name == SET and item is None):
+        default = type(value).model_fields[key].default
+        if name == "place" or (name in REPORTS and not reports) or (name == SET and item == default):
             continue
         tree[key] = None if name in USED and not USED[name](value) else _effective_fields(item, reports)
     return tree

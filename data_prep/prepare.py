@@ -5,14 +5,17 @@ First all jobs read the sources, and one of them makes the files that all jobs s
     tokenizer/          saved, or trained
     grams.npz           n-grams of the tasks' test rows, if data.contamination is set
     settings.json       all settings that decide the content. Later jobs must have the same
-    plan.parquet        the rows of each shard. Written last
-Until the plan is complete these files are in `.new`, with the parts of the scan. They stay when jobs die. The
-next jobs continue from them if their settings and sources are the same.
+    rows.parquet        the rows of each shard
+    plan.parquet        how they are read, and the counts of all rows. Written last
+Until the plan is complete these files are in `.new`, with the parts of the scan and the stages of the
+selection. They stay when jobs die. The next jobs continue from them if their settings and sources are the
+same.
 
 Then every job makes the missing or changed ones of:
     train/, validation/ its shards, each with a note that it is complete. validation-NAME/ for a named set
     manifest.json       of each split whose shards are all complete. Written by the job that finishes last
     hashes.json         hashes of sources and shards, so that the next job need not compute them
+    costs-*.json        duration and memory of each job
 If a job dies, start it again: incomplete files are made again.
 """
 
@@ -21,10 +24,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -45,7 +48,7 @@ from emo.common.io.files import (
 )
 from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
 from emo.common.io.mirror import refresh
-from emo.common.io.objects import address_of, describe_recently, in_store
+from emo.common.io.objects import address_of, in_store, is_there
 from emo.common.parallel import WorkerPool
 from emo.common.text import counted
 
@@ -74,10 +77,11 @@ from .encoding.tokenizer import (
     train_sentencepiece,
 )
 from .selection import contamination
-from .selection.plan import Plan, ShardPart
+from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
-from .selection.select import SPILL, select
+from .selection.select import Selection
 from .selection.token_limit import limit_tokens
+from .shards import costs
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
 from .shards.format import HASHES, MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
 from .shards.reencode import PlainEncoder, ShardCheck
@@ -103,23 +107,21 @@ GRAMS = "grams.npz"
 OVERLAP = "contamination.json"
 NEW = ".new"  # the directory of planning jobs
 SCAN = "scan"  # in .new: the parts of the scan
-# In .new: the selected rows, before the plan is complete.
-ROWS = "rows.parquet"
-LIMITED = "limited.parquet"
+PIECES = "pieces.parquet"  # in .new: the pieces of the plan before it is complete
 PLANNING = ".planning"  # lease of the planning job
 JOBS = ".jobs"  # leases of all running jobs
 NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
 
 # Patterns of files that prepare makes.
-SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
-SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*", f"{NEW}/{SPILL}/*")
-UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*", f"{NEW}/{SCAN}/*/*")
+SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, ROWS, PLAN)
+SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*")
+UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*", f"{NEW}/*/*/*")  # the last: leases of units
 OF_SPLIT = ("shard-[0-9]*-of-[0-9]*.arrow", "shard-[0-9]*-of-[0-9]*.json", MANIFEST, OVERLAP, f".*{PART}")
 OF_SCORES = tuple(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}"))
 SPLITS = (TRAIN, VALIDATION, f"{VALIDATION}-*")
 OF_SPLITS = tuple(f"{split}/{name}" for split in SPLITS for name in (*OF_SPLIT, *OF_SCORES))
-OF_ALL = (*SHARED, HASHES, f".*{PART}")
-# What a job reads of others, besides shards and parts.
+OF_ALL = (*SHARED, HASHES, costs.FILES, f".*{PART}")
+# What a job reads of others, besides shards and the files that share the work of planning.
 NOTES = tuple(f"{split}/{name}" for split in SPLITS for name in ("shard-*.json", MANIFEST, OVERLAP))
 READ = (*SHARED, *SET_UP, *NOTES)
 
@@ -171,11 +173,13 @@ def prepare(
             stack.enter_context(register_user(config.dir / JOBS))
         if not (config.dir / PLAN).is_file():
             scan = job.scan(shard[0] / shard[1])
+            selection = job.select(scan, shard[0] / shard[1])
             with job.lock_planning():
                 if not (config.dir / PLAN).is_file():
                     if not (job.new / SETTINGS).is_file():  # a job died while it published the plan
                         job.set_up()
-                    job.make_plan(scan)
+                    job.make_plan(scan, selection)
+                job.clear()  # also the local copies on this host
         hashes = Hashes(config.dir / HASHES)
         loaded = job.load(hashes)
         missing = [] if finish else job.find_missing(hashes, shard)
@@ -188,6 +192,7 @@ def prepare(
         elif not missing and not finish:
             say(f"all shards of job {shard[0]}/{shard[1]} exist")
         hashes.save()
+        job.stopwatch.save(config.dir, shard, workers)
     lost = describe_left_out(loaded.plan.summary)
     for split in config.splits:
         notes = list(job.read_notes(split).values())
@@ -204,9 +209,10 @@ class Preparation:
         self.say = say
         self.new = config.dir / NEW
         self.name = address_of(config.dir) or str(config.dir)
+        self.stopwatch = costs.Stopwatch()
 
     def refresh(self) -> None:
-        """Copy what other jobs have written to a store, except shards and parts of the scan."""
+        """Copy what other jobs have written to a store, except shards, parts of the scan and stages."""
         refresh(self.config.dir, READ)
 
     # --- planning -----------------------------------------------------------------------------------------
@@ -252,7 +258,8 @@ class Preparation:
         self.set_up(force)
         if force:
             try:
-                self.make_plan(self.scan(0, alone=True))
+                scan = self.scan(0, alone=True)
+                self.make_plan(scan, self.select(scan, 0, alone=True))
             finally:
                 self.clear()
 
@@ -319,54 +326,64 @@ class Preparation:
         """
         plan = self.config.dir / PLAN
         scan = self.open_scan()
-        scan.run(first, self.workers, lambda: not alone and self.is_there(plan), self.say)
+        with self.stopwatch.time("reading"):
+            scan.run(first, self.workers, lambda: not alone and is_there(plan), self.say)
         return scan
-
-    def is_there(self, path: Path) -> bool:
-        """Return whether a file exists or, if it belongs to a store, existed a moment ago."""
-        return path.is_file() if not in_store(path) else describe_recently(path) is not None
 
     def open_scan(self) -> Scan:
         """Return the scan of the sources, whose settings are in `.new`."""
         chat = read_chat_template(self.config, self.new)
         return Scan(self.config, planned_inputs(self.config), chat, self.new / SCAN)
 
-    def make_plan(self, scan: Scan) -> None:
-        """Make the plan of the scanned rows and publish it with its files.
+    def select(self, scan: Scan, first: float, alone: bool = False) -> Selection | None:
+        """Select the scanned rows, together with other jobs.
+
+        Returns None if another job has finished the plan. first, alone: see `scan`.
+        """
+        plan = self.config.dir / PLAN
+        if not alone and is_there(plan):
+            return None
+        refresh(self.new / SCAN, ["*.parquet"])
+        parts = [scan.parts[unit.number] for unit in scan.units]
+        selection = Selection(self.config, scan.inputs, parts, self.new)
+        with self.stopwatch.time("selection"):
+            done = selection.run(first, lambda: not alone and is_there(plan), self.say)
+        return selection if done else None
+
+    def make_plan(self, scan: Scan, selection: Selection | None) -> None:
+        """Make the plan of the selected rows and publish it with its files.
 
         Raises UserError if nothing is left to train on.
         """
+        assert selection is not None, "the plan was removed"
         config = self.config
         say = self.say
         inputs = scan.inputs
-        parts = [scan.parts[unit.number] for unit in scan.units]
-        refresh(self.new / SCAN, ["*.parquet"])
-        plan = select(config, inputs, parts, self.new / ROWS, self.workers, scan.first_fault)
+        plan = selection.plan(self.new / PIECES, scan.first_fault)
         summary = plan.summary
         if scan.chat is not None:
             summary["chat_template"] = scan.chat.digest
         characters = counted(summary["chars"][TRAIN], "character")
-        say(f"{counted(int(plan.ends[-1]), 'row')} read; {characters} of them to train on")
+        say(f"{counted(int(plan.input_ends[-1]), 'row')} read; {characters} of them to train on")
         facts = self._plan_tokenizer(plan, inputs)
         if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
             say(note)
         summary["tokenizer"] = facts._asdict()
         hashes = self._hash_sources(plan, inputs)
-        encode = self._encode_settings(plan, self.new)
+        encode = self.encode_settings(summary, self.new)
         summary["by_words"] = words_agree(encode, plan, inputs)
         if not summary["by_words"]:
             say("note: with this tokenizer words have other ids than complete texts; words are not cached")
         if config.limit_tokens is not None:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
             with WorkerPool(self.workers, counting, encode) as pool:
-                plan = limit_tokens(config, plan, inputs, pool, self.new / LIMITED)
+                plan = limit_tokens(config, plan, inputs, pool)
         say(f"not used: {'; '.join(describe_left_out(summary)) or 'nothing'}")
         for line in (*describe_columns(summary), *summary.pop("notes")):
             say(line)
         plan.save(self.new / PLAN)
         self._publish()
         hashes.save()
-        self.clear()
 
     def _plan_tokenizer(self, plan: Plan, inputs: list[SourceReader]) -> TokenizerFacts:
         """Return the facts of the tokenizer. It may be trained on the planned rows."""
@@ -399,24 +416,25 @@ class Preparation:
         remove_matching(directory, [PLAN])  # first, as it makes the other files valid
         remove_matching(directory, [f"{split}/{MANIFEST}" for split in SPLITS])
         remove_matching(directory, (*OF_SPLITS, *OF_ALL))
-        for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
+        for name in (SETTINGS, TOKENIZER, GRAMS, ROWS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(directory / name)
                 for path in [*list_files(directory / name)] or [directory / name]:
                     upload(path, path)
 
-    def _encode_settings(self, plan: Plan, directory: Path) -> EncodeSettings:
+    def encode_settings(self, summary: Mapping[str, Any], directory: Path) -> EncodeSettings:
         """Return the settings of encoding workers. `directory` holds the tokenizer and the n-grams."""
         config = self.config
         return EncodeSettings(
             directory=directory / TOKENIZER,
-            tokenizer=TokenizerFacts(**plan.summary["tokenizer"]),
+            tokenizer=TokenizerFacts(**summary["tokenizer"]),
             template=config.template,
             block=config.sequence_len,
             overlong=config.overlong,
             grams=directory / GRAMS if config.contamination is not None else None,
-            by_words=plan.summary.get("by_words", True),
+            by_words=summary.get("by_words", True),
             chat=read_chat_template(config, directory),
+            min_tokens=config.min_doc_tokens or 1,
         )
 
     # --- shards -------------------------------------------------------------------------------------------
@@ -472,12 +490,13 @@ class Preparation:
                 f"{counted(len(shards), 'shard')} must be made again, but {loaded.sources.problem}",
                 code="sources-gone",
             )
-        encode = self._encode_settings(plan, config.dir)
+        encode = self.encode_settings(plan.summary, config.dir)
         plain = PlainEncoder(loaded.tokenizer, encode.tokenizer)
         chars = plan.summary["chars"]
         copies = sum(source[split] for source in plan.summary["sources"] for split in chars)
         row_size = sum(chars.values()) // max(1, copies)  # average
-        rows = sum(int(plan.rows(shard, shard + 1).copies.sum(dtype="int64")) for shard in shards)
+        batches = (batch for shard in shards for batch in plan.rows(shard, shard + 1))
+        rows = sum(int(batch.copies.sum(dtype="int64")) for batch in batches)
 
         def parts() -> Iterator[ShardPart]:
             """Yield the parts of all shards: workers begin the next one while this process ends the last."""
@@ -485,8 +504,9 @@ class Preparation:
                 yield from plan.parts(loaded.sources.inputs, shard)
 
         with (
-            WorkerPool(min(self.workers, len(plan.pieces)), encoding, encode) as pool,
+            WorkerPool(min(self.workers, plan.pieces), encoding, encode) as pool,
             progress("tokenising", rows * row_size, self.say) as advance,
+            self.stopwatch.time("shards"),
         ):
             encoded = _report_progress(pool.map(parts()), row_size, advance)
             began = time.perf_counter()

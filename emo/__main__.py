@@ -176,7 +176,8 @@ def _top_parser() -> argparse.ArgumentParser:
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command, in the order of `emo --help`, without importing heavy libraries.
 
-    `report` is two commands: "report RUN_DIR" and "report RESULTS". Commands of packages that are not
+    `report` is two commands: "report RUN_DIR" and "report RESULTS", and so is `plan`: "plan" and
+    "plan --data". Commands of packages that are not
     installed are left out. Parsers have the attributes `examples` and `exit_codes`.
     """
     from emo.data_prep import cli as data
@@ -189,7 +190,11 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
     for parser in (data.make_parser(), training.make_parser(), evaluation.make_parser()):
         for commands in (action.choices for action in parser._actions if isinstance(action.choices, dict)):
             for name, command in commands.items():
-                (form,) = {a.metavar for a in command._actions if name == "report" and a.nargs == "+"} or {""}
+                forms = {a.metavar for a in command._actions if name == "report" and a.nargs == "+"}
+                forms |= {
+                    "--data" for a in command._actions if name == "plan" and a.dest == "data" and a.required
+                }
+                (form,) = forms or {""}
                 parsers[f"{name} {form}".strip()] = command
     if has_experiments():
         # Imported by name, as for a command: experiments imports this module.
@@ -212,13 +217,15 @@ def run_subcommand(words: list[str]) -> int:
         problem = "needs a checkout of the repository, not an installed wheel"
         raise UserError(f"emo {words[0]} {problem}", code="needs-checkout")
     functions = _reports(words[1:]) if words[0] == "report" else [COMMANDS[words[0]].function]
+    if plans_data := words[0] == "plan" and "--data" in words:
+        functions = [DATA]
     code = 0
     options: dict[str, Any] = {}
     if words[0] == "train":
         from emo.pipeline.control.stop import leave_early
 
         leave_early()
-    if words[0] == "prepare":  # it uses one section, but also reports errors in the others
+    if words[0] == "prepare" or plans_data:  # it uses one section, but also reports errors in the others
         from emo.pipeline.config import RunConfig
 
         options["recipe"] = RunConfig

@@ -122,7 +122,9 @@ def _add_report(commands: Any) -> None:
 
 
 def _add_evaluation_arguments(add: Add) -> None:
-    about = f"comma-separated names or task files (all), and {PREFIX}NAME; `emo tasks` lists the names"
+    about = (
+        f"names or task files (all), {PREFIX}NAME, positions:FILE and passkey:FILE; `emo tasks` lists them"
+    )
     add("--tasks", default="all", metavar="TASK[,TASK]", help=about)
     about = (
         f"directory with TASK/SPLIT.jsonl[.zst] files, or hub to download the data. {PREFIX}NAME needs none"
@@ -147,7 +149,7 @@ def _add_evaluation_arguments(add: Add) -> None:
     add("--score", default="openicl_ppl", help=f"score that decides the predicted class: {scores}")
     about = "compute these scores as well: channel, calibrated (comma-separated)"
     add("--extra_scores", default="", help=about)
-    about = "longest prompt in tokens (the model's context length)"
+    about = "longest prompt or text in tokens (the model's context length)"
     add("--max_tokens", type=int, metavar="N", help=about)
     text = f"prompts of full length per batch, or auto for {BUDGET} tokens per batch (auto)"
     add("--batch_size", default="auto", metavar="N", help=text)
@@ -178,6 +180,7 @@ def _list_tasks(_: argparse.Namespace) -> int:
         "\nTo add a task, see docs/how-to/add-a-task.md."
         f"\n{PREFIX}NAME runs a task of lm-evaluation-harness, for example {PREFIX}hellaswag. It needs the "
         "package lm-eval. `lm_eval ls tasks` lists the names."
+        "\npositions:FILE and passkey:FILE measure long contexts on your texts, for example long.jsonl."
     )
     return ExitCode.DONE
 

@@ -149,7 +149,9 @@ def measure_recipe_fit(config: RunConfig, text: TokenDataset) -> float:
         problem = f"objective.cost={config.objective.cost} is not known before training"
         raise UserError(problem, code="live-cost")
     attn = usable_attention(config.model, hf_config)
-    model: Any = load_pretrained(*config.initial_weights(), config.model.dtype, attn).eval()
+    model: Any = load_pretrained(
+        *config.initial_weights(), config.model.dtype, attn, rope=config.model.rope
+    ).eval()
     if on_gpu():
         model.cuda()
     q, y = _predict(model, text)

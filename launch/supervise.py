@@ -113,9 +113,12 @@ class Supervisor:
         self._start()
         starting = contextlib.ExitStack()  # shows on standard error that no rank has started yet
         starting.enter_context(show_activity("starting deepspeed"))
+        announced = False
         while self._launcher.poll() is None or self._processes():
-            if any(self.reports.glob("rank-*")):
+            if not announced and any(self.reports.glob("rank-*")):
                 starting.close()
+                announce("ranks")  # each also reports by itself, but only seconds later
+                announced = True
             if self._signals.count(signal.SIGINT) > 1:
                 self._kill()
             elif self._signals:

@@ -106,6 +106,7 @@ def _add_plan(commands: Any) -> None:
     )
     parser.set_defaults(work=_plan)
     add = add_recipe(parser, RunConfig)
+    add("--data", action="store_true", help="predict the preparation of the data, see emo plan --data --help")
     about = f"number and kind of the GPUs, for example 8xA100-80G. Kinds: {', '.join(ACCELERATORS)}"
     add("--gpus", required=True, metavar="NxKIND", help=about)
     about = "bandwidth between nodes in Gbit/s per node (%(default)s)"

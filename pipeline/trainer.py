@@ -63,6 +63,7 @@ from .control.world import (
     run_on_main,
     set_timeout,
 )
+from .engine.activations import TILED
 from .engine.average import WeightAverage
 from .engine.devices import device_name
 from .engine.ds_config import Grouping
@@ -220,7 +221,7 @@ class Trainer:
         self.batches = Batches(plan.data, plan.scores[0], plan.batch.micro, world.device, *shared)
         if world.sequence > 1:
             check_shared_rows(self.engine, plan.data.batch(self._next_rows()[:1]))
-        if config.model.kernels is not None:
+        if config.model.kernels is not None or config.model.tiled_mlp:
             self._check_kernels()
         if saved is not None:
             check_engine(saved, self.engine)
@@ -277,12 +278,13 @@ class Trainer:
         check_model(self.engine, config, manifests)
 
     def _check_kernels(self) -> None:
-        """Compare the kernels of model.kernels with the model's own, on rows of the next step."""
+        """Compare the layers that model.kernels and model.tiled_mlp replace, on rows of the next step."""
         local, _ = rank_rows(self._next_rows(), self.world.replica, self.world.replicas, self.batches.micro)
         compared = list(self.batches.read(local[: self.batches.micro]))
         engine = self.engine
         with measuring(engine.model, self.losses):
-            raise_on_all_ranks(lambda: check_kernels(engine.model, lambda: engine.evaluate(compared)))
+            run = functools.partial(check_kernels, engine.model, lambda: engine.evaluate(compared))
+            raise_on_all_ranks(lambda: run(TILED) if self.config.model.kernels is None else run())
 
     def _next_rows(self) -> np.ndarray:
         """Return the rows of the next step, or of the last if there is no other."""

@@ -20,6 +20,9 @@ _FOREIGN_NAMES = {
     "model.attn_implementation": "flash_attention flash_attn flash_attn_2 sdp_attention",
     "model.activation_checkpointing": "gradient_checkpointing",
     "model.neftune_noise_alpha": "neftune neftune_alpha noisy_embedding_alpha",
+    "model.rope": "rope_scaling rope_parameters overrides_of_model_config",
+    "model.rope.theta": "rope_theta",
+    "model.rope.type": "rope_type",
     "model.kernels": "use_liger use_liger_kernel enable_liger_kernel liger_rope liger_rms_norm "
     "liger_layer_norm liger_glu_activation liger_swiglu liger_fused_linear_cross_entropy",
     "data.root": "dataset_dir",

@@ -28,6 +28,7 @@ ADAPTER_FILE = "adapter_model.safetensors"  # the adapter file that transformers
 # Names of the longest sequence in most configurations, those of GPT-2, of MPT and DBRX, and others.
 CONTEXT_KEYS = ["max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"]
 CONTEXT_KEYS += ["model_max_length"]
+DYNAMIC = "dynamic"  # RoPE whose theta depends on the longest position
 # Attention masks in old checkpoints, which models now compute.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 # Parts of each file of weights that `sampled_digest` reads, and bytes of a part.
@@ -201,12 +202,41 @@ def _find_file(source: str | Path, revision: str | None, name: str) -> Path | No
 def context_length(config: Any) -> int | None:
     """Return the longest input of a model in tokens, or None if its configuration has no limit.
 
+    Dynamic RoPE multiplies the context that its configuration names by its factor.
+
     config: config.json as read, or the object that `load_config` returns.
     """
     tree = config if isinstance(config, dict) else config.get_text_config().to_dict()
     tree = text if isinstance(text := tree.get("text_config"), dict) else tree
     lengths = (tree.get(key) for key in CONTEXT_KEYS)
-    return next((length for length in lengths if type(length) is int and length > 1), None)
+    length = next((length for length in lengths if type(length) is int and length > 1), None)
+    rope = tree.get("rope_parameters") or tree.get("rope_scaling")
+    if length and isinstance(rope, dict) and DYNAMIC in (rope.get("rope_type"), rope.get("type")):
+        return extended_context(length, {"factor": rope.get("factor")})
+    return length
+
+
+def extended_context(context: int | None, rope: Mapping[str, Any]) -> int | None:
+    """Return the context of a model after its RoPE changes. rope: keys of `model.rope`."""
+    maximum, factor = rope.get("max_position_embeddings"), rope.get("factor")
+    original = rope.get("original_max_position_embeddings") or context
+    if isinstance(maximum, int):
+        return maximum
+    if isinstance(factor, int | float) and isinstance(original, int) and 1 <= factor < 1e6:
+        return round(factor * original)
+    return context
+
+
+def _forget_earlier_batches(model: Any) -> None:
+    """Make dynamic RoPE independent of earlier batches, so that order and resuming do not matter."""
+
+    def forget(module: Any, _: Any) -> None:
+        module.max_seq_len_cached = module.original_max_seq_len
+        module.inv_freq = module.original_inv_freq.to(module.inv_freq.device, copy=True)
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == DYNAMIC:
+            module.register_forward_pre_hook(forget)
 
 
 @contextlib.contextmanager
@@ -261,6 +291,7 @@ def _load(directory: str | Path, source: str | Path, revision: str | None, **opt
         problem = f"{source}: the weights are a pickle with more than tensors ({one_line(error, 120)})"
         raise UserError(f"{problem} and are not loaded; use safetensors", code="pickle") from None
     loaded = Loaded.of(model, report)
+    _forget_earlier_batches(model)
     if loaded.faulty:
         return loaded
     return loaded._replace(fault=_find_silent_fault(model, _weights(directory, revision)))

@@ -1,4 +1,4 @@
-"""Packing of token sequences into rows: documents into fixed blocks, examples into bins."""
+"""Packing of token sequences into rows: documents into fixed blocks or bins, examples into bins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROWS = 1024  # packed at once
+ROWS = 1024  # packed at once, if they have at most TOKENS
+TOKENS = 1 << 24
 # Supervised tokens of an example: start, stop and loss weight.
 SPAN = np.dtype([("start", np.int64), ("stop", np.int64), ("weight", np.float32)])
 
@@ -103,6 +104,23 @@ def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]
     return [np.array(members) for members in bins]
 
 
+def cut_documents(lengths: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths of the pieces of documents, at most `block` tokens each, and the pieces of each.
+
+    lengths: int64 [n]. Documents without tokens have no piece.
+    """
+    counts = -(-lengths // block)
+    pieces = np.full(int(counts.sum()), block)
+    used = counts > 0
+    pieces[np.cumsum(counts)[used] - 1] = (lengths - (counts - 1) * block)[used]
+    return pieces, counts
+
+
+def rows_at_once(block: int) -> int:
+    """Return how many rows of `block` tokens are packed at once."""
+    return max(1, min(ROWS, TOKENS // block))
+
+
 def packed_rows(
     ids: np.ndarray,
     starts: np.ndarray,
@@ -112,7 +130,7 @@ def packed_rows(
     block: int,
     domain: int = 0,
 ) -> Iterator[PackedRows]:
-    """Yield the packed rows of the examples of one domain, at most ROWS at a time.
+    """Yield the packed rows of the examples of one domain, `rows_at_once` at a time.
 
     Args:
         ids: flat tokens, may be a memory map.
@@ -124,9 +142,10 @@ def packed_rows(
         domain: number of the domain.
     """
     bins = first_fit_decreasing(lengths, block)
-    for begin in range(0, len(bins), ROWS):
-        counts = np.array([len(members) for members in bins[begin : begin + ROWS]])
-        members = np.concatenate(bins[begin : begin + ROWS])
+    step = rows_at_once(block)
+    for begin in range(0, len(bins), step):
+        counts = np.array([len(members) for members in bins[begin : begin + step]])
+        members = np.concatenate(bins[begin : begin + step])
         sizes = lengths[members]
         row = np.repeat(np.arange(len(counts)), counts)
         tokens = np.bincount(row, sizes).astype(np.int64)

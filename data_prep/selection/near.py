@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,17 +18,13 @@ import pyarrow as pa
 from ..encoding.templates import Chat, Conversation
 from ..sources.rows import plain_text
 from ..sources.spec import Row
-from .arrow import array_of, bytes_of, lists_of, numbers_of
+from .arrow import bytes_of, lists_of
 from .grams import WORD, mixed, split
-
-if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
 
 PERMUTATIONS = 128
 SHINGLE = 5  # words
 MIN_RESPONSE = 10  # words
 UNLIMITED = 1 << 40  # words in a shingle that is a complete text
-BATCH = 1 << 12  # pairs that are compared at once, with up to 1 KiB of signatures each
 # Factors, odd, and summands, uint64 [PERMUTATIONS, 2].
 _PERMUTED = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).reshape(-1, 2)
 _PERMUTED[:, 0] |= np.uint64(1)
@@ -98,48 +93,6 @@ def near_columns(signed: np.ndarray, usable: np.ndarray, threshold: float) -> di
         "signature": bytes_of(before * signed[:1].nbytes, signed.tobytes()),
         "bands": lists_of(before * keys.shape[1], keys.ravel()),
     }
-
-
-def near_groups(db: DuckDBPyConnection, parts: str, threshold: float) -> None:
-    """Make the table near(row, head) of the rows in `live` similar to others, directly or by a chain.
-
-    parts: a query of row, signature and bands of all rows. Rows that agree in a complete band are compared
-    with the first such row and with the one before. Pairs whose estimated Jaccard similarity reaches the
-    threshold belong to one group, which is named by its head.
-    """
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    db.execute(f"""
-        CREATE TEMP TABLE keys AS
-            SELECT row, unnest(bands) AS key, generate_subscripts(bands, 1) AS band
-            FROM ({parts}) WHERE row IN (SELECT row FROM live);
-        CREATE TEMP TABLE pairs AS
-            WITH agreeing AS (
-                SELECT row, min(row) OVER (PARTITION BY band, key) AS head,
-                    lag(row) OVER (PARTITION BY band, key ORDER BY row) AS before
-                FROM keys
-                WHERE (band, key) IN (SELECT (band, key) FROM keys GROUP BY band, key HAVING count(*) > 1))
-            SELECT head AS first, row AS second FROM agreeing WHERE row > head
-            UNION SELECT before, row FROM agreeing WHERE before > head""")
-    compared = f"""
-        SELECT first, second, a.signature, b.signature FROM pairs
-        JOIN ({parts}) a ON a.row = first JOIN ({parts}) b ON b.row = second"""
-    edges = [np.zeros((0, 2), np.int64)]
-    for batch in db.sql(compared).to_arrow_reader(BATCH):
-        pairs = np.stack([numbers_of(batch.column(number)) for number in (0, 1)], axis=1)
-        signed, other = (
-            np.frombuffer(b"".join(batch.column(number).to_pylist()), np.uint32) for number in (2, 3)
-        )
-        same = (signed == other).reshape(len(pairs), -1, PERMUTATIONS).mean(axis=2)
-        edges.append(pairs[(same >= threshold).all(axis=1)])
-    db.execute("DROP TABLE keys; DROP TABLE pairs")
-    rows, ends = np.unique(np.concatenate(edges), return_inverse=True)
-    first, second = ends.reshape(-1, 2).T
-    graph = coo_array((np.ones(len(first), bool), (first, second)), (len(rows), len(rows)))
-    groups = connected_components(graph, directed=False)[1] if len(rows) else rows
-    db.register("groups", pa.Table.from_arrays([array_of(rows), array_of(groups)], names=["row", "head"]))
-    db.execute("CREATE TEMP TABLE near AS SELECT * FROM groups")
 
 
 @cache

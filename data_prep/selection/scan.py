@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import groupby
@@ -26,8 +25,7 @@ import pyarrow.parquet as pq
 from emo.common.cli.progress import progress
 from emo.common.errors import UserError
 from emo.common.io.files import part_file
-from emo.common.io.lease import Lease, hold_if_free
-from emo.common.io.objects import describe_recently, forget_listings, in_store, locate
+from emo.common.io.objects import in_store, is_there, locate
 from emo.common.parallel import WorkerPool
 
 from ..config import FORMAT, DataConfig, settings
@@ -42,11 +40,10 @@ from ..sources.text import TextReader
 from .arrow import array_of, numbers_of
 from .grams import mixed
 from .near import near_columns, signatures
+from .units import complete_units
 
 MAX_UNITS = 4096  # approximately, without inputs of unknown size
 UNIT_BYTES = 8 << 20  # smallest unit, in stored bytes
-LEASES = 64  # in a directory
-POLL = 0.5  # longest time between checks of other jobs, in seconds
 GROUP_ROWS = 1 << 17  # rows of a row group, unless one piece has more
 BEYOND_LIMIT = "beyond_limit"  # marks an input that is not read because the limit of its source is reached
 COLUMNS = {
@@ -102,8 +99,14 @@ class ScanPart(NamedTuple):
     """A complete part on disk."""
 
     path: Path
-    pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, checksum
+    key: str
     inputs: list[InputNote]
+    groups: list[int]  # rows of each row group
+
+    def pieces(self) -> np.ndarray:
+        """Return the pieces, int64 [pieces, 5]: input, start, length, rows, checksum."""
+        note = json.loads(pq.read_metadata(self.path).metadata[b"note"])
+        return np.array(note["pieces"], np.int64).reshape(-1, 5)
 
 
 class ScannedPiece(NamedTuple):
@@ -191,48 +194,27 @@ class Scan:
             ended: returns whether another job has finished the plan.
             say: prints a line for the user.
         """
-        start = int(first * len(self.units))
-        left = self.units[start:] + self.units[:start]
-        pause = POLL / 32
-        waiting = False
+        total = sum(unit.size for unit in self.units)
         with (
             WorkerPool(workers, scanner, self.config, self.chat) as pool,
-            progress("reading", sum(unit.size for unit in left), say) as advance,
+            progress("reading", total, say) as advance,
         ):
-            while left:
-                holder = ""  # of a unit that another job is scanning
-                for unit in left:
-                    if not (self.is_complete(unit) or ended()):
-                        holder = self._try_unit(unit, pool, ended, advance) or holder
-                left = [unit for unit in left if not (self.is_complete(unit) or ended())]
-                if left and holder:
-                    if not waiting:
-                        waiting = True
-                        count = f"{len(left)} of {len(self.units)}"
-                        say(f"waiting for {count} parts of the sources; other jobs read them: {holder}")
-                    time.sleep(pause)
-                    pause = min(2 * pause, POLL)
-
-    def _try_unit(self, unit: Unit, pool: WorkerPool, ended: Callable[[], bool], advance: Advance) -> str:
-        """Make the part of a unit unless another job is making it. Return the name of that job, or ''."""
-        # Few leases are in one directory, because taking a lease lists it.
-        lease = Lease(self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease")
-        with hold_if_free(lease) as free:
-            if not free:
-                return str(lease.holder() or "one that has just begun")
-            forget_listings()
-            if not (self.is_complete(unit) or ended()):
-                self.make_part(unit, pool, advance)
-                forget_listings()
-        return ""
+            complete_units(
+                len(self.units),
+                first,
+                self.directory,
+                lambda number: self.is_complete(self.units[number]) or ended(),
+                lambda number: self.make_part(self.units[number], pool, advance),
+                lambda count, job: say(
+                    f"waiting for {count} parts of the sources; other jobs read them: {job}"
+                ),
+            )
 
     def is_complete(self, unit: Unit) -> bool:
         """Return whether the part of a unit exists, made from the current sources."""
         if unit.number not in self.parts:
             path = self._path(unit)
-            if in_store(path) and describe_recently(path) is None:
-                return False
-            part = read_part(path, self._keys[unit.number])
+            part = read_part(path, self._keys[unit.number]) if is_there(path) else None
             if part is not None:
                 self.parts[unit.number] = part
         return unit.number in self.parts
@@ -302,7 +284,7 @@ class Scan:
 
     def first_fault(self) -> str:
         """Return the problem and the position of the first rejected row, or '' if no row was rejected."""
-        pieces = (piece for unit in self.units for piece in self.parts[unit.number].pieces.tolist())
+        pieces = (piece for unit in self.units for piece in self.parts[unit.number].pieces().tolist())
         for number, start, length, *_ in pieces:
             if first := self._find_rejected(self.inputs[number], Extent(start, length), REASONS):
                 where, row = first
@@ -377,8 +359,8 @@ def read_part(path: Path, key: str) -> ScanPart | None:
         note = json.loads(metadata.metadata[b"note"])
         if note["key"] != key:
             return None
-        pieces = np.array(note["pieces"], np.int64).reshape(-1, 5)
-        return ScanPart(path, pieces, [InputNote(*entry) for entry in note["inputs"]])
+        groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        return ScanPart(path, key, [InputNote(*entry) for entry in note["inputs"]], groups)
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
         return None
 

@@ -1,185 +1,243 @@
 """The selection of rows: deduplication, limits, and the shard of each row.
 
-One job makes the plan from all parts of the scan, with queries of DuckDB. DuckDB holds the table of all rows
-and keeps on disk what does not fit into MEMORY. The result depends only on the rows and the settings.
+All jobs make the stages of the selection together, in units of a limited number of rows, see stages.py. Sums
+over earlier units give the limits and the shards of a unit's rows. The result depends only on the rows and
+the settings.
 """
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
-from emo.common.errors import FailureError, UserError, one_line
+from emo.common.errors import UserError
+from emo.common.io.objects import forget_listings
 
 from ..config import VALIDATION, DataConfig, describe_set
 from ..sources.reader import SourceReader
 from ..sources.spec import CODE, REASONS, SELECTION, UNREADABLE
-from .arrow import array_of
-from .near import near_groups
-from .plan import GROUP_ROWS, Plan, Summary
-from .scan import BEYOND_LIMIT, COLUMNS, ScanPart
+from .buckets import Chunk, read_buckets
+from .compare import MOST_ROWS, MOST_SPLITS
+from .plan import COLUMNS, GROUP_ROWS, PIECES, ROWS, Plan, Summary, write_table
+from .scan import BEYOND_LIMIT, ScanPart
+from .similar import drop_similar
+from .stages import EndedError, Stages, drop_equal
 
-if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
-
-MEMORY = "1GB"
-MAX_THREADS = 4  # each takes memory
-SPILL = "spill"  # directory of data that do not fit into memory
+COPIES = 16  # bits, after the shard
+COMPARED = [CODE[reason] for reason in SELECTION[:2]]
 
 
-def select(
-    config: DataConfig,
-    inputs: list[SourceReader],
-    parts: list[ScanPart],
-    path: Path,
-    threads: int,
-    first_fault: Callable[[], str],
-) -> Plan:
-    """Write the rows that shards take to a file and return the plan.
+class Totals(NamedTuple):
+    """Sums over the rows with the same unit, source, split and reason, int64 [sums]."""
+
+    unit: np.ndarray
+    source: np.ndarray
+    split: np.ndarray
+    reason: np.ndarray
+    rows: np.ndarray
+    copies: np.ndarray
+    chars: np.ndarray  # copies included
+
+    def used(self, split: int | None = None) -> Totals:
+        """Return the sums of used rows, of one split or of all."""
+        taken = self.reason == 0
+        return self.where(taken if split is None else taken & (self.split == split))
+
+    def where(self, mask: np.ndarray) -> Totals:
+        """Return some of the sums."""
+        return Totals(*(column[mask] for column in self))
+
+
+class Selection:
+    """The selection of rows by one job.
 
     Weights are applied before duplicates are dropped. Of equal rows that their sources use, one remains: a
     training row is preferred, then the row with the most copies, then the first. If no copy is trained on,
-    each validation set keeps one: its loss does not depend on the other sets. Raises UserError if an input,
-    if strict, or a split has no rows left.
+    each validation set keeps one: its loss does not depend on the other sets.
+    """
 
-    Args:
+    def __init__(
+        self, config: DataConfig, inputs: list[SourceReader], parts: list[ScanPart], directory: Path
+    ) -> None:
+        """Args:
         config: the data section of the recipe.
         inputs: the readers of the sources.
         parts: the parts of the scan, in order.
-        path: the file to write.
-        threads: threads of DuckDB, at most MAX_THREADS are used.
+        directory: the directory of all stages.
+        """
+        self.config = config
+        self.inputs = inputs
+        self.parts = parts
+        self.directory = directory
+        self.totals: Totals  # before data.limit_rows
+        self.limited: Totals
+        self.rows: list[Path] = []  # the used rows of each unit, by split
+        self._quotas: np.ndarray | None = None  # see `_quotas`
+
+    def run(self, first: float, ended: Callable[[], bool], say: Callable[[str], None]) -> bool:
+        """Make all stages, together with other jobs. Return False if another job has finished the plan.
+
+        Args:
+            first: the unit that this job begins with, from 0 to 1.
+            ended: returns whether another job has finished the plan.
+            say: prints a line for the user.
+        """
+        rows = sum(sum(part.groups) for part in self.parts)
+        if rows > MOST_ROWS or len(self.config.splits) > MOST_SPLITS:
+            raise UserError(
+                f"the sources have {rows:,} rows for {len(self.config.splits):,} sets. Prepare at most "
+                f"{MOST_ROWS:,} rows and {MOST_SPLITS:,} sets at once",
+                code="too-many-rows",
+            )
+        try:
+            self._run(Stages(self.parts, self.directory, first, ended, say))
+        except EndedError:
+            return False
+        except OSError:  # another job removed the files after it had finished the plan
+            forget_listings()
+            if not ended():
+                raise
+            return False
+        return True
+
+    def _run(self, stages: Stages) -> None:
+        config = self.config
+        if config.dedup != "none":
+            drop_equal(stages, CODE["duplicate"])
+        if config.dedup == "near":
+            drop_similar(stages, CODE["near_duplicate"], config.near_threshold)
+        self.totals = self.limited = self._add_up(stages, "totals")
+        if config.limit_rows is not None:
+            self._quotas = _quotas(self.totals.used(0), config.limit_rows, len(self.inputs))
+        if self._quotas is not None:
+            self.limited = self._add_up(stages, "limited")
+        self.rows = stages.run("rows", lambda number: self._rows(stages, number), 1)
+
+    def plan(self, path: Path, first_fault: Callable[[], str]) -> Plan:
+        """Write the pieces to a file, the used rows to another next to it, and return the plan, after `run`.
+
+        Raises UserError if an input, if strict, or a split has no rows left.
+
         first_fault: returns the problem of the first rejected row, for the error if all are rejected.
+        """
+        before = _count_reasons(self.totals, len(self.inputs))
+        before[:, 0] += before[:, COMPARED].sum(axis=1)
+        before[:, COMPARED] = 0
+        sources = _source_summaries(self.config, self.inputs, self.parts, before)
+        summary = _summarize(self.limited, self.config, self.inputs, sources, first_fault)
+        write_table(path.with_name(ROWS), COLUMNS, self.used_rows())
+        write_table(path, PIECES, self._pieces())
+        return Plan(path, summary)
+
+    # --- stages -------------------------------------------------------------------------------------------
+
+    def _columns(self, stages: Stages, number: int) -> dict[str, np.ndarray]:
+        """Return the rows of a unit with their final copies and reasons, and `amount`, all characters."""
+        columns = stages.units[number].read("source", "split", "copies", "chars", "reason")
+        reasons, copies = columns["reason"], columns["copies"].astype(np.int64)
+        reasons[(reasons == 0) & (copies == 0)] = CODE["weight"]
+        stages.drop(number, reasons)
+        if self._quotas is not None:
+            earlier = self.totals.used(0)
+            earlier = earlier.where(earlier.unit < number)
+            left = self._quotas.copy()
+            np.subtract.at(left, earlier.source, earlier.copies)
+            training = np.flatnonzero((reasons == 0) & (columns["split"] == 0))
+            source, wanted = columns["source"][training], copies[training]
+            begins = np.flatnonzero(np.diff(source, prepend=-1))
+            before = np.cumsum(wanted) - wanted
+            before -= np.repeat(before[begins], np.diff(np.append(begins, len(source))))
+            copies[training] = np.clip(left[source] - before, 0, wanted)
+            reasons[training[copies[training] == 0]] = CODE["limit"]
+        return columns | {"copies": copies, "amount": copies * columns["chars"]}
+
+    def _add_up(self, stages: Stages, name: str) -> Totals:
+        """Return the sums over the rows of all units."""
+        splits = len(self.config.splits)
+
+        def totals_of(number: int) -> Iterator[Chunk]:
+            columns = self._columns(stages, number)
+            kinds = columns["source"] * np.int64(splits) + columns["split"]
+            kinds = kinds * len(REASONS) + columns["reason"]
+            begins = np.flatnonzero(np.diff(kinds, prepend=-1))
+            runs = np.diff(np.append(begins, len(kinds)))
+            kinds, groups = np.unique(kinds[begins], return_inverse=True)
+            sums = np.zeros((3, len(kinds)), np.int64)
+            for total, values in zip(sums, (runs, columns["copies"], columns["amount"]), strict=True):
+                np.add.at(total, groups, values if values is runs else np.add.reduceat(values, begins))
+            rest, reason = np.divmod(kinds, len(REASONS))
+            table = [np.full(len(kinds), number), *np.divmod(rest, splits), reason, *sums]
+            yield np.stack(table, axis=1).astype(np.uint64), np.zeros(len(kinds))
+
+        tables = read_buckets(stages.run(name, totals_of, 1), 0)
+        empty = np.zeros((0, len(Totals._fields)), np.uint64)
+        return Totals(*np.concatenate([empty, *tables]).astype(np.int64).T)
+
+    def _rows(self, stages: Stages, number: int) -> Iterator[Chunk]:
+        """Yield the used rows of a unit with their shards, a chunk for each split.
+
+        The characters before each row of its split determine its shard.
+        """
+        shards = self.config.shards
+        columns = self._columns(stages, number)
+        for split in range(len(self.config.splits)):
+            used = self.limited.used(split)
+            total = max(1, int(used.chars.sum()))
+            bounds = [-(-shard * total // shards) for shard in range(1, shards)]
+            index = np.flatnonzero((columns["reason"] == 0) & (columns["split"] == split))
+            amount = columns["amount"][index]
+            before = int(used.chars[used.unit < number].sum()) + np.cumsum(amount) - amount
+            shard = split * shards + np.searchsorted(np.array(bounds, np.int64), before, side="right")
+            packed = (shard << COPIES) | columns["copies"][index]
+            records = np.stack([stages.units[number].first + index, packed], axis=1)
+            yield records.astype(np.uint64), np.zeros(len(index))
+
+    def used_rows(self) -> Iterator[list[np.ndarray]]:
+        """Yield the used rows of all units in order of the shards, as COLUMNS."""
+        for split in range(len(self.config.splits)):
+            for batch in read_buckets(self.rows, 0, split):
+                for start in range(0, len(batch), GROUP_ROWS):
+                    row, packed = batch[start : start + GROUP_ROWS].T
+                    yield [row, packed >> np.uint64(COPIES), packed & np.uint64((1 << COPIES) - 1)]
+
+    def _pieces(self) -> Iterator[list[np.ndarray]]:
+        """Yield the pieces of all parts, as PIECES."""
+        first = 0
+        for part in self.parts:
+            pieces = part.pieces().T
+            ends = first + np.cumsum(pieces[3])
+            yield [ends - pieces[3], *pieces]
+            first += int(pieces[3].sum())
+
+
+def _quotas(training: Totals, limit: int, inputs: int) -> np.ndarray | None:
+    """Return how many training rows, copies included, each source may use, int64 [inputs].
+
+    They are the first rows of each source, in proportion. None: all.
     """
-    import duckdb
-
-    spill = path.parent / SPILL
-    limits: Any = {"memory_limit": MEMORY, "threads": max(1, min(threads, MAX_THREADS))}
-    try:
-        with contextlib.closing(duckdb.connect(config=limits | {"temp_directory": str(spill)})) as db:
-            scanned = load_rows(db, parts)
-            sources = _source_summaries(config, inputs, parts, _count_reasons(db, len(inputs)))
-            select_rows(db, config, len(inputs), scanned, path)
-            summary = _summarize(db, config, inputs, sources, first_fault)
-    except duckdb.OutOfMemoryException as error:
-        raise FailureError(
-            f"comparing the rows takes more memory or disk than available ({one_line(error)}). Free space in "
-            f"{path.parent} and run prepare again",
-            code="selection-out-of-memory",
-        ) from None
-    finally:
-        shutil.rmtree(spill, ignore_errors=True)
-    return Plan(path, np.concatenate([part.pieces for part in parts]), summary)
-
-
-# --- queries ----------------------------------------------------------------------------------------------
-
-
-def load_rows(db: DuckDBPyConnection, parts: list[ScanPart]) -> str:
-    """Make the table `rows` and the view `live` of used rows. Return a query of all parts."""
-    counts = [int(part.pieces[:, 3].sum()) for part in parts]
-    files = [_quote(part.path) for part in parts]
-    starts = zip(files, (np.cumsum(counts) - counts).tolist(), strict=True)
-    numbered = f"(VALUES {', '.join(f'({file}, {start})' for file, start in starts)}) parts(filename, start)"
-    read = f"read_parquet([{', '.join(files)}], file_row_number = true, filename = true)"
-    scanned = f"(SELECT *, start + file_row_number AS row FROM {read} JOIN {numbered} USING (filename))"
-    columns = ", ".join(name for name in COLUMNS if name != "reason")
-    db.execute(f"""
-        CREATE TABLE rows AS SELECT row, {columns},
-            CASE WHEN reason = 0 AND copies = 0 THEN {CODE["weight"]} ELSE reason END AS reason
-        FROM {scanned};
-        CREATE VIEW live AS SELECT * FROM rows WHERE reason = 0""")
-    return scanned
-
-
-def select_rows(db: DuckDBPyConnection, config: DataConfig, inputs: int, scanned: str, path: Path) -> None:
-    """Deduplicate and limit the rows, assign them to shards, and write the used ones to a file.
-
-    Args:
-        db: a connection with the table `rows`.
-        config: the data section of the recipe.
-        inputs: the number of inputs.
-        scanned: a query of all parts of the scan.
-        path: the file to write.
-    """
-    if config.dedup != "none":
-        _drop_copies(db, "duplicate", "hash", "live")
-    if config.dedup == "near":
-        near_groups(db, scanned, config.near_threshold)
-        _drop_copies(db, "near_duplicate", "head", "(live JOIN near USING (row))")
-    if config.limit_rows is not None:
-        _limit_rows(db, config.limit_rows, inputs)
-    # The characters before each row of its split determine its shard.
-    db.execute(f"""
-        COPY (
-            WITH amounts AS (SELECT row, split, copies, chars::BIGINT * copies AS amount FROM live)
-            SELECT row, copies, (split * {config.shards}
-                + (sum(amount) OVER (PARTITION BY split ORDER BY row) - amount) * {config.shards}
-                // greatest(1, sum(amount) OVER (PARTITION BY split)))::INTEGER AS shard
-            FROM amounts ORDER BY shard, row
-        ) TO {_quote(path)} (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {GROUP_ROWS})""")
-
-
-def _quote(path: Path) -> str:
-    return "'{}'".format(str(path).replace("'", "''"))
-
-
-def _drop_copies(db: DuckDBPyConnection, reason: str, group: str, rows: str) -> None:
-    """Reject the rows that have a preferred row in their group.
-
-    A group with a training row (split 0) keeps one row. Any other group keeps one row of each split.
-    """
-    db.execute(f"""
-        UPDATE rows SET reason = {CODE[reason]} WHERE row IN (
-            SELECT row FROM (
-                SELECT row, split,
-                    min(split) OVER (PARTITION BY {group}) AS best_split,
-                    row_number() OVER (PARTITION BY {group}, split ORDER BY copies DESC, row) AS place
-                FROM {rows}
-                WHERE {group} IN (SELECT {group} FROM {rows} GROUP BY {group} HAVING count(*) > 1))
-            WHERE place > 1 OR (best_split = 0 AND split > 0))""")
-
-
-def _limit_rows(db: DuckDBPyConnection, limit: int, inputs: int) -> None:
-    """Keep `limit` training rows, copies included: the first rows of each source, in proportion."""
     available = np.zeros(inputs, np.int64)
-    used = "SELECT source, sum(copies)::BIGINT FROM live WHERE split = 0 GROUP BY source"
-    for source, count in db.execute(used).fetchall():
-        available[source] = count
+    np.add.at(available, training.source, training.copies)
     total = int(available.sum())
     if total <= limit:
-        return
+        return None
     quota = available * limit // total
     sources = np.flatnonzero(available)
     by_remainder = np.argsort((quota - available * (limit / total))[sources], kind="stable")
     quota[sources[by_remainder][: limit - int(quota.sum())]] += 1
-    quotas = [array_of(np.arange(inputs)), array_of(quota)]
-    db.register("quotas", pa.Table.from_arrays(quotas, names=["source", "quota"]))
-    db.execute(f"""
-        CREATE TEMP TABLE fewer AS
-        WITH due AS (
-            SELECT row, copies, quota - (sum(copies) OVER (PARTITION BY source ORDER BY row) - copies) AS room
-            FROM live JOIN quotas USING (source) WHERE split = 0)
-        SELECT row, greatest(0, room)::USMALLINT AS copies FROM due WHERE room < copies;
-        UPDATE rows SET copies = fewer.copies FROM fewer WHERE fewer.row = rows.row;
-        UPDATE rows SET reason = {CODE["limit"]} WHERE reason = 0 AND copies = 0""")
-
-
-def _count_reasons(db: DuckDBPyConnection, inputs: int) -> np.ndarray:
-    """Return the number of rows by input and reason, int64 [inputs, REASONS]. Reason 0: the row is used."""
-    counts = np.zeros((inputs, len(REASONS)), np.int64)
-    query = "SELECT source, reason, count(*) FROM rows GROUP BY ALL"
-    for source, reason, count in db.execute(query).fetchall():
-        counts[source, reason] = count
-    return counts
+    return quota
 
 
 # --- summary ----------------------------------------------------------------------------------------------
+
+
+def _count_reasons(totals: Totals, inputs: int) -> np.ndarray:
+    """Return the number of rows by input and reason, int64 [inputs, REASONS]. Reason 0: the row is used."""
+    counts = np.zeros((inputs, len(REASONS)), np.int64)
+    np.add.at(counts, (totals.source, totals.reason), totals.rows)
+    return counts
 
 
 def _rejected(counts: np.ndarray) -> dict[str, int]:
@@ -238,22 +296,19 @@ class _SplitCounts(NamedTuple):
     chars: np.ndarray  # [splits]
 
 
-def _count_splits(db: DuckDBPyConnection, inputs: int, splits: int) -> _SplitCounts:
+def _count_splits(totals: Totals, inputs: int, splits: int) -> _SplitCounts:
+    used = totals.used()
     counts = _SplitCounts(
         np.zeros((inputs, splits), np.int64), np.zeros(splits, np.int64), np.zeros(splits, np.int64)
     )
-    query = """
-        SELECT source, split, count(*), sum(copies)::BIGINT, sum(chars::BIGINT * copies)::BIGINT
-        FROM live GROUP BY ALL"""
-    for source, split, rows, copies, chars in db.execute(query).fetchall():
-        counts.copies[source, split] = copies
-        counts.rows[split] += rows
-        counts.chars[split] += chars
+    np.add.at(counts.copies, (used.source, used.split), used.copies)
+    np.add.at(counts.rows, used.split, used.rows)
+    np.add.at(counts.chars, used.split, used.chars)
     return counts
 
 
 def _summarize(
-    db: DuckDBPyConnection,
+    totals: Totals,
     config: DataConfig,
     inputs: list[SourceReader],
     sources: list[dict[str, Any]],
@@ -263,16 +318,15 @@ def _summarize(
 
     The counts are also added to `sources`.
     """
-    reasons = _count_reasons(db, len(inputs))
-    counts = _count_splits(db, len(inputs), len(config.splits))
+    reasons = _count_reasons(totals, len(inputs))
+    counts = _count_splits(totals, len(inputs), len(config.splits))
     for source, copies, of_source in zip(sources, counts.copies.tolist(), reasons, strict=True):
         source |= dict(zip(config.splits, copies, strict=True)) | {"rejected": _rejected(of_source)}
     rejected = _rejected(reasons.sum(axis=0))
     if not counts.rows[0]:
         raise UserError(_no_training_rows(config, counts, rejected, first_fault), code="no-training-rows")
-    codes = ", ".join(str(CODE[reason]) for reason in SELECTION[:2])
-    query = f"SELECT split, count(*) FROM rows WHERE reason IN ({codes}) GROUP BY split"
-    dropped: dict[int, int] = dict(db.execute(query).fetchall())
+    copies = totals.where(np.isin(totals.reason, COMPARED))
+    dropped = np.bincount(copies.split, copies.rows, len(config.splits)).astype(int).tolist()
     notes = []
     for number, name in enumerate(config.validation_sets, 1):
         left = counts.rows[number]
@@ -282,7 +336,7 @@ def _summarize(
             raise UserError(
                 f"the {describe_set(name)} is empty: {problem}, or none", code="no-validation-rows"
             )
-        if (gone := dropped.get(number, 0)) > left:
+        if (gone := dropped[number]) > left:
             notes.append(
                 f"note: {gone:,} of {left + gone:,} rows of the {describe_set(name)} are copies of training "
                 f"rows or of each other and are dropped: {left:,} are left"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from emo.common.errors import UserError
 from emo.common.parallel import WorkerPool
 
 from ..config import TRAIN, DataConfig
 from ..sources.reader import SourceReader
-from .arrow import array_of
-from .plan import COLUMNS, GROUP_ROWS, Plan
+from .plan import COLUMNS, ROWS, Plan, PlannedRows, write_table
 
 
 class _Selection(NamedTuple):
@@ -29,23 +26,20 @@ class _Selection(NamedTuple):
     surplus: int  # text: blocks that are above the limit
 
 
-def limit_tokens(
-    config: DataConfig, plan: Plan, inputs: list[SourceReader], workers: WorkerPool, path: Path
-) -> Plan:
-    """Return the plan with the first training rows of each source, in proportion, up to data.limit_tokens.
+def limit_tokens(config: DataConfig, plan: Plan, inputs: list[SourceReader], workers: WorkerPool) -> Plan:
+    """Replace the rows of a plan by the first training rows of all sources, up to data.limit_tokens.
 
-    Rows are assigned to the shards again, by their tokens. For text the summary then has a quota of tokens
-    for each shard, whose sum is the limit in complete blocks. Instructions are not cut: less than one example
-    is missing. The plan is held in memory, about 50 bytes a row.
+    The sources are used in proportion. Rows are assigned to the shards again, by their tokens. For text the
+    summary then has a quota of tokens for each shard, whose sum is the limit in complete blocks. Instructions
+    are not cut: less than one example is missing. All rows are held in memory, about 50 bytes each.
 
     Args:
         config: the data section of the recipe.
         plan: the plan without the limit. Its summary is changed.
         inputs: the readers of the sources.
         workers: count tokens, see `encode.counting`.
-        path: the file for the rows of the new plan.
     """
-    training = plan.rows(0, config.shards)
+    training = _all_rows(plan, 0, config.shards)
     turns = in_turn(np.unique(plan.inputs_of(training.row), return_inverse=True)[1])
     order = training.row[turns]
     copies = training.copies[turns].astype(np.int64)
@@ -58,15 +52,15 @@ def limit_tokens(
     _update_counts(plan, order, copies)
     used = np.flatnonzero(selected.copies)
     used = used[np.argsort(selected.row[used])]
+    kept = PlannedRows(selected.row[used], selected.shard[used], selected.copies[used])
     others = plan.rows(config.shards, config.shards * len(config.splits))
-    columns = [
-        np.concatenate([selected.row[used], others.row]),
-        np.concatenate([selected.shard[used].astype(np.int32), others.shard]),
-        np.concatenate([selected.copies[used].astype(np.uint16), others.copies]),
-    ]
-    table = pa.Table.from_arrays(list(map(array_of, columns)), list(COLUMNS))
-    pq.write_table(table, path, row_group_size=GROUP_ROWS)
-    return Plan(path, plan.pieces, plan.summary)
+    write_table(plan.path.with_name(ROWS), COLUMNS, itertools.chain([kept], others))
+    return Plan(plan.path, plan.summary)
+
+
+def _all_rows(plan: Plan, first: int, last: int) -> PlannedRows:
+    """Return the rows of the shards from `first` to before `last`."""
+    return PlannedRows(*map(np.concatenate, zip(*plan.rows(first, last), strict=True)))
 
 
 def _select(

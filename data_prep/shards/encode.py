@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from emo.common.errors import UserError
 
+from ..config import LONG
 from ..encoding.chat_templates import ChatTemplate
 from ..encoding.chats import ChatEncoder
 from ..encoding.pack import SPAN
@@ -34,6 +35,7 @@ from .reencode import Sampled, sample
 
 NONE = np.zeros(0, np.int64)
 SAMPLE_CHARS = 1000  # compared characters of a row
+SHORT = "short_documents"  # counted among the losses
 
 Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and SPAN [k] their supervised spans
 
@@ -49,6 +51,7 @@ class EncodeSettings(NamedTuple):
     grams: Path | None  # n-grams of test rows, see contamination.py
     by_words: bool = True  # see words.py
     chat: ChatTemplate | None = None  # instead of `template`
+    min_tokens: int = 1  # text: shorter documents are left out
 
 
 class Encoded(NamedTuple):
@@ -84,10 +87,13 @@ class RowEncoder:
     def encode(self, part: ShardPart) -> Encoded:
         """Return the encoded rows of a part, each as often as the shard takes it."""
         rows = _rows(part, part.copies)
-        encoded = self.texts(rows, part.name) if part.spec.kind == "text" else self.conversations(rows)
+        is_text = part.spec.kind == "text"
+        encoded = self.texts(rows, part.name) if is_text else self.conversations(rows)
         encoded = encoded._replace(shard=part.shard, domain=part.domain, sampled=sample(part))
         if self.finder is None:
             return encoded
+        if is_text:
+            rows = [row for row, length in zip(rows, encoded.lengths, strict=True) if length]
         hits, overlapping = self.finder.overlap([plain_text(row) for row in rows])
         return encoded._replace(overlap=hits, overlapping=overlapping)
 
@@ -100,7 +106,7 @@ class RowEncoder:
         return np.array([sum(len(ids) for ids, _ in example) for example in examples], np.int64)
 
     def texts(self, texts: Sequence[Row], name: str) -> Encoded:
-        """Return each text as BOS, its tokens and EOS.
+        """Return each text as BOS, its tokens and EOS. A text that is left out has no tokens.
 
         Token ids are unchanged. `name`: the source, for errors.
         """
@@ -119,7 +125,11 @@ class RowEncoder:
                 )
             encoded.append(np.array(text.ids, self.dtype).tobytes())
         lengths = np.array([self._count(ids) for ids in encoded], np.int64)
-        return Encoded(self._array(b"".join(encoded)), lengths, [], _hashes(encoded), len(texts), Counter())
+        short = lengths < self.settings.min_tokens
+        counts = Counter({SHORT: int(short.sum()), f"{SHORT}_tokens": int(lengths[short].sum())})
+        lengths[short] = 0
+        encoded = [ids if length else b"" for ids, length in zip(encoded, lengths.tolist(), strict=True)]
+        return Encoded(self._array(b"".join(encoded)), lengths, [], _hashes(encoded), len(texts), counts)
 
     def conversations(self, rows: Sequence[Row]) -> Encoded:
         """Return each conversation as BOS and its turns, each with EOS. Spans cover responses and EOS."""
@@ -221,6 +231,29 @@ class RowEncoder:
         else:
             counts[{"truncate": "overlong_truncated", "split": "overlong_split"}[policy]] += 1
         return fitted
+
+
+def split_by_length(part: Encoded, tokens: int | None) -> Iterator[Encoded]:
+    """Yield the documents of a part, and then those of at least `tokens` tokens in their own domain.
+
+    Both are one part if `tokens` is None or all documents are shorter.
+    """
+    is_long = np.zeros(len(part.lengths), bool) if tokens is None else part.lengths >= tokens
+    if not is_long.any():
+        yield part
+        return
+    for chosen in (~is_long, is_long):
+        number = np.cumsum(chosen) - 1
+        yield part._replace(
+            ids=part.ids[np.repeat(chosen, part.lengths)],
+            lengths=part.lengths[chosen],
+            sources=part.sources[chosen],
+            documents=int(chosen.sum()),
+            sampled=[(int(number[row]), text) for row, text in part.sampled if chosen[row]],
+        )
+        part = part._replace(
+            domain=part.domain + LONG, counts=Counter(), overlap=NONE, overlapping=0, ends=frozenset()
+        )
 
 
 def _hashes(rows: list[bytes]) -> np.ndarray:

@@ -123,6 +123,7 @@ class ShardCheck:
         self.config = config
         self.chat = None if chat is None else ChatWriter(chat)
         self._texts: list[tuple[int, int, int, str | TokenIds]] = []  # domain, first token, tokens
+        self._documents: list[tuple[int, list[int], str | TokenIds]] = []  # domain, tokens; not cut at rows
         self._examples: list[tuple[int, Tokens]] = []
         self._tokens: Counter[int] = Counter()  # of each domain so far
 
@@ -137,8 +138,12 @@ class ShardCheck:
         """
         for number, row in rows:
             if isinstance(row, str | TokenIds):
-                start = self._tokens[domain] + int(lengths[:number].sum())
-                self._texts.append((domain, start, int(lengths[number]), row))
+                start = int(lengths[:number].sum())
+                count = int(lengths[number])
+                if self.config.packing == "best_fit":
+                    self._documents.append((domain, ids[start : start + count].tolist(), row))
+                elif count:
+                    self._texts.append((domain, self._tokens[domain] + start, count, row))
                 continue
             text = plain_text(row)
             if isinstance(row, Chat):
@@ -153,8 +158,16 @@ class ShardCheck:
     def compare(self, part: Path, kind: str, path: Path) -> None:
         """Raise UserError unless the rows are in the file `part`, which will become the shard at `path`."""
         shard = Shard(part, kind)
-        if not all(self._has_text(shard, *text) for text in self._texts) or not all(
-            _has_example(shard, domain, *example) for domain, example in self._examples
+        block = self.config.sequence_len
+        pieces: list[tuple[int, Tokens]] = [
+            (domain, (tokens[start : start + block], []))
+            for domain, tokens, _ in self._documents
+            for start in range(0, len(tokens), block)
+        ]
+        if (
+            not all(self._has_text(shard, *text) for text in self._texts)
+            or not all(self._has_ids(row, ids, len(ids)) for _, ids, row in self._documents if ids)
+            or not all(_has_example(shard, domain, *example) for domain, example in self._examples + pieces)
         ):
             raise UserError(
                 f"{path} is not written: the tokenizer gives other ids for one of its rows. This is an error "
@@ -173,7 +186,10 @@ class ShardCheck:
         if not used:
             return True
         tokens = np.concatenate([shard.row(row)[0] for row in used]).tolist()
-        written = tokens[start % block : start % block + count]
+        return self._has_ids(text, tokens[start % block : start % block + count], count)
+
+    def _has_ids(self, text: str | TokenIds, written: list[int], count: int) -> bool:
+        """Return whether a text has `count` tokens, the first of which are `written`."""
         if isinstance(text, TokenIds):
             return written == list(text.ids)[: len(written)]
         if len(text) > CHARS:  # compare the beginning first
@@ -257,7 +273,10 @@ def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[in
             start = int(starts[segment])
             if tokens[start : start + len(ids)].tolist() == ids and shard.domain[row + number] == domain:
                 within = start - int(offsets[number])
-                written, weights = shard.row(row + number)[2:]
+                columns = shard.row(row + number)[2:]
+                if not columns:  # text
+                    return True
+                written, weights = columns
                 pairs = (written.reshape(-1, 2).astype(np.int64) - within).tolist()
                 all_weights = weights.tolist() or [1.0] * len(pairs)
                 found = [(a, b, weight) for (a, b), weight in zip(pairs, all_weights, strict=True)]
@@ -278,6 +297,7 @@ def reencode_documents(shard: Shard, manifest: Manifest, plain: PlainEncoder) ->
         return
     split = manifest.config.get("overlong") == "split"
     bos = plain.bos
+    cut = _cut_documents(shard, manifest)
     rows = np.linspace(0, len(shard.valid), DOCUMENTS, endpoint=False).astype(np.int64)
     for row in np.unique(rows).tolist() if len(shard.valid) else ():
         for later in range(row, len(shard.valid)):
@@ -285,6 +305,8 @@ def reencode_documents(shard: Shard, manifest: Manifest, plain: PlainEncoder) ->
             start = len(tokens) - segments[-1]
             begins = tokens[start : start + len(bos)] == bos
             is_first = bool(start or later == 0)
+            if cut is not None:
+                is_first = int(shard.cell("sources", later)[-1]) not in cut
             if not begins and is_first and not split:
                 yield False  # every document and example begins with BOS
                 break
@@ -293,6 +315,18 @@ def reencode_documents(shard: Shard, manifest: Manifest, plain: PlainEncoder) ->
             if same and None not in same:
                 yield all(same)
                 break
+
+
+def _cut_documents(shard: Shard, manifest: Manifest) -> set[int] | None:
+    """Return the documents that fill a row, whose other pieces may be anywhere.
+
+    None: the documents are in order.
+    """
+    if manifest.config.get("packing") != "best_fit":
+        return None
+    full = np.flatnonzero(np.diff(shard.token_offsets()) == manifest.block).tolist()
+    rows = (row for row in full if len(shard.cell("sources", row)) == 1)
+    return {int(shard.cell("sources", row)[0]) for row in rows}
 
 
 def _beginning(tokens: list[int], start: int, spans: list[list[int]], plain: PlainEncoder) -> list[Beginning]:

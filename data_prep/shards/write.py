@@ -23,11 +23,11 @@ from emo.common.io.mirror import size_of
 from emo.common.text import counted
 
 from ..config import FORMAT, TRAIN, VALIDATION, DataConfig, settings
-from ..encoding.pack import BlockPacker, PackedRows, packed_rows
+from ..encoding.pack import ROWS, SPAN, BlockPacker, PackedRows, cut_documents, packed_rows, rows_at_once
 from ..encoding.tokenizer import TokenizerFacts
 from ..selection.arrow import array_of, lists_of
 from ..selection.plan import Summary
-from .encode import Encoded
+from .encode import SHORT, Encoded, split_by_length
 from .format import (
     DomainCounts,
     Manifest,
@@ -42,14 +42,23 @@ SETTINGS = "settings.json"
 PLAN = "plan.parquet"
 TOKENIZER = "tokenizer"
 TOOL = f"data_prep {FORMAT}"
-BATCH_ROWS = 1024  # rows of an Arrow record batch
 COUNTED = ("rows", "tokens", "valid_tokens", "segments")  # counted for each domain
 
 
 class ShardWriter:
     """Writes packed rows to one shard file."""
 
-    def __init__(self, file: IO[bytes], kind: str, dtype: np.dtype, domains: tuple[str, ...]) -> None:
+    def __init__(
+        self, file: IO[bytes], kind: str, dtype: np.dtype, domains: tuple[str, ...], batch_rows: int = ROWS
+    ) -> None:
+        """Args:
+        file: the file to write.
+        kind: the kind of the data set.
+        dtype: type of the tokens.
+        domains: the domains of the data set.
+        batch_rows: rows of an Arrow record batch.
+        """
+        self._batch_rows = batch_rows
         self._file = file
         self._kind = kind
         self._dtype = dtype
@@ -62,7 +71,7 @@ class ShardWriter:
     def add(self, rows: PackedRows, limit: int | None = None) -> int:
         """Append the first `limit` rows, or all, and return how many.
 
-        They are written BATCH_ROWS at a time.
+        They are written `batch_rows` at a time.
         """
         columns = [
             lists_of(_ends(rows.lengths), rows.ids.astype(self._dtype, copy=False)),
@@ -80,16 +89,16 @@ class ShardWriter:
         count = self._waiting[-1].num_rows
         sums = [int(amount[:count].sum()) for amount in (rows.lengths, rows.valid, rows.segment_counts)]
         self._counts[rows.domain] += (count, *sums)
-        if sum(batch.num_rows for batch in self._waiting) >= BATCH_ROWS:
-            self._write(BATCH_ROWS)
+        if sum(batch.num_rows for batch in self._waiting) >= self._batch_rows:
+            self._write(self._batch_rows)
         return count
 
     def _write(self, multiple: int) -> None:
         """Write waiting rows, in a number that is a multiple of `multiple`."""
         table = pa.Table.from_batches(self._waiting, self._schema)
         count = table.num_rows // multiple * multiple
-        for start in range(0, count, BATCH_ROWS):
-            columns = table.slice(start, min(BATCH_ROWS, count - start)).columns
+        for start in range(0, count, self._batch_rows):
+            columns = table.slice(start, min(self._batch_rows, count - start)).columns
             # Copied, because Arrow pads the buffers of slices.
             arrays = [pa.concat_arrays(column.chunks) for column in columns]
             self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
@@ -171,10 +180,10 @@ def write_shard(
 
     def counted_parts() -> Iterator[tuple[int, Encoded]]:
         nonlocal overlapping
-        for part in encoded:
+        for part in (piece for whole in encoded for piece in split_by_length(whole, config.long_doc_tokens)):
             number = domains.index(part.domain)
             check.add(number, part.ids, part.lengths, part.sampled)
-            documents[part.domain] += part.documents
+            documents[part.domain] += part.documents - part.counts[SHORT]
             counts.update(part.counts)
             overlap.update(part.overlap.tolist())
             ends.update(part.ends)
@@ -182,13 +191,14 @@ def write_shard(
             yield number, part
 
     with part_file(directory / name) as file:
-        writer = ShardWriter(file, config.kind, dtype, domains)
-        if config.kind == "text":
-            _pack_blocks(writer, counted_parts(), config.sequence_len, quota, counts)
+        block = config.sequence_len
+        best_fit = config.packing == "best_fit"
+        writer = ShardWriter(file, config.kind, dtype, domains, rows_at_once(block) if best_fit else ROWS)
+        if config.kind == "text" and not best_fit:
+            _pack_blocks(writer, counted_parts(), block, quota, counts)
         else:
-            counts["weighted_spans"] = _pack_bins(
-                writer, counted_parts(), config.sequence_len, dtype, directory
-            )
+            parts = _cut_parts(counted_parts(), block, counts) if best_fit else counted_parts()
+            counts["weighted_spans"] = _pack_bins(writer, parts, block, dtype, directory)
         info = writer.finish(directory / name, documents, counts, ends)
         check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
@@ -215,6 +225,20 @@ def _pack_blocks(
             counts["tokens_beyond_limit"] += (len(rows.lengths) - written) * block
             left -= written
     counts["remainder_tokens_dropped"] += sum(packer.remainder for packer in packers.values())
+
+
+def _cut_parts(
+    encoded: Iterable[tuple[int, Encoded]], block: int, counts: Counter[str]
+) -> Iterator[tuple[int, Encoded]]:
+    """Yield documents as sequences of at most `block` tokens, all of them supervised, and count cut ones."""
+    for domain, part in encoded:
+        lengths, pieces = cut_documents(part.lengths, block)
+        counts["cut_documents"] += int((pieces > 1).sum())
+        spans = np.ones((len(lengths), 1), SPAN)
+        spans["start"] = 0
+        spans["stop"] = lengths[:, None]
+        sources = np.repeat(part.sources, pieces)
+        yield domain, part._replace(lengths=lengths, sources=sources, spans=list(spans))
 
 
 def _pack_bins(
@@ -378,6 +402,11 @@ def describe_losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> l
             f"{config.sequence_len} tokens "
             f"({outcomes}); {counted(counts['overlong_tokens_lost'], 'token')} lost"
         )
+    if short := counts[SHORT]:
+        tokens = counted(counts[f"{SHORT}_tokens"], "token")
+        lines.append(f"{counted(short, 'document')} of fewer than {config.min_doc_tokens} tokens: {tokens}")
+    if cut := counts["cut_documents"]:
+        lines.append(f"{counted(cut, 'document')} longer than {config.sequence_len} tokens cut into rows")
     if remainder := counts["remainder_tokens_dropped"]:
         ends = "shards, and of domains in them" if len(domains) > 1 else "shards"
         lines.append(f"{counted(remainder, 'token')} at the ends of {ends}, less than a row each, dropped")

@@ -21,6 +21,7 @@ from ..icl.tasks import ForeignTask, Task, select_tasks
 from ..results.directory import TaskResult
 
 PREFIX = "lm-eval:"
+LENGTHS = ("positions:", "passkey:")  # prefixes of measures over lengths
 
 
 class HarnessTask(ForeignTask):
@@ -55,11 +56,19 @@ class HarnessTask(ForeignTask):
 
 
 def select_all(names: str, version: str = "paper") -> Sequence[Task | ForeignTask]:
-    """Return the tasks in a comma-separated list: ours, and lm-eval's for names with its prefix.
+    """Return the tasks in a comma-separated list: ours, measures over lengths, and lm-eval's.
 
     Raises UserError for an unknown name, and if lm-eval is needed but not installed.
     """
     parts = [part.strip() for part in names.split(",") if part.strip()]
+    if measures := [part for part in parts if part.startswith(LENGTHS)]:
+        from ..icl.lengths import length_task
+
+        lengths = [length_task(part) for part in measures]
+        if len({task.name for task in lengths}) < len(lengths):
+            raise UserError(f"--tasks names two files with the same name: {names}", code="task")
+        others = ",".join(part for part in parts if part not in measures)
+        return [*(select_all(others, version) if others else []), *lengths]
     specs = [part.removeprefix(PREFIX) for part in parts if part.startswith(PREFIX)]
     if not specs:
         return select_tasks(names, version)

@@ -291,6 +291,7 @@ def _describe_result(result: TaskResult) -> str:
     if answers := result.get("answers_cut"):
         note += f", {answers} cut at the length limit"
     if measure := result.get("measure"):
+        note += "".join(f"\n  {part['label']:>18}  {part['value']:.4g}" for part in result.get("lengths", ()))
         return f"{result['score']} {measure['value']:.4g}  n {result['n']}{note}"
     answer = only_answer(result)
     note += f", answers {answer} only" if answer is not None else ""

@@ -216,7 +216,7 @@ class Task:
 
 
 class ForeignTask(ABC):
-    """A task that another program defines and scores. name: of its results."""
+    """A task that scores itself, such as one of another program. name: of its results."""
 
     name: str
 

@@ -319,6 +319,30 @@ class PrefixScorer:
             raise NotFiniteError("its likelihoods are NaN or infinite")
         return scores
 
+    @torch.inference_mode()
+    def read_text(self, ids: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """Return -log p of tokens 2 to N of a text [N], float64, and the most likely tokens 2 to N + 1.
+
+        Raises NotFiniteError when a value is NaN or infinite.
+        """
+        row = torch.from_numpy(ids)[None].to(self._device)
+        logits: Callable[[Tensor], Tensor] = Tensor.float
+        if self.method == FORWARD:
+            states = self.model(input_ids=row, use_cache=False).logits[0]
+        else:
+            states = self.model.base_model(input_ids=row, use_cache=False).last_hidden_state[0]
+            logits = self._head._logits
+        step = max(1, HEAD_BYTES // (4 * self._vocabulary))
+        nll, best = [], list[int]()
+        for part, targets in zip(states.split(step), row[0].roll(-1).split(step), strict=True):
+            log_p = logits(part).log_softmax(dim=-1)
+            nll.append(-log_p.gather(1, targets[:, None])[:, 0].double())
+            best += log_p.argmax(dim=-1).tolist()
+        losses = torch.cat(nll).cpu().numpy()
+        if not np.isfinite(losses).all():
+            raise NotFiniteError("its likelihoods are NaN or infinite")
+        return losses[:-1], best
+
     def _fall_back_to(self, method: str) -> None:
         self.method = method
         self._say(f"{type(self.model).__name__} is scored as {METHODS[method]}, which is slower and exact")

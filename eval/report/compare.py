@@ -140,7 +140,8 @@ def _difference_of_measures(a: Model, b: Model, task: str) -> tuple[stats.Estima
     for model in (a, b):
         records = model.read_records(task)
         values, weights = ([r[name] for r in records] for name in ("value", "weight"))
-        estimates.append(stats.estimate_measure(values, weights, about["scale"]))
+        clusters = [r["cluster"] if "cluster" in r else r["row"] for r in records]
+        estimates.append(stats.estimate_measure(values, weights, about["scale"], clusters))
     return estimates[1] - estimates[0], bool(about["higher_is_better"])
 
 

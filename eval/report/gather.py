@@ -119,11 +119,11 @@ class Report:
         titles = {row["task"]: row["title"] for row in self.rows}
         return {task: titles[task] for task in self.tasks}
 
-    def harness_results(self) -> list[tuple[str, Model, TaskResult]]:
-        """Return task, model and result of lm-eval's tasks, task by task."""
+    def harness_results(self, lengths: bool = False) -> list[tuple[str, Model, TaskResult]]:
+        """Return task, model and result of lm-eval's tasks, or of measures over lengths, task by task."""
         tasks = [*self.tasks, *self.measured]
         found = [(task, m, m.all_results.get(task)) for task in tasks for m in self.models]
-        return [(task, model, result) for task, model, result in found if result and "metrics" in result]
+        return [(t, m, x) for t, m, x in found if x and "metrics" in x and ("lengths" in x) == lengths]
 
     def against_first(self, model: Model) -> Comparison | None:
         """Return the comparison of a model with its first baseline."""
@@ -191,6 +191,10 @@ class Report:
                 {"task": t, "model": m.name}
                 | {name: x.get(name) for name in ("metrics", "score", "measure", "n", "answers_cut")}
                 for t, m, x in self.harness_results()
+            ],
+            "lengths": [
+                {"task": t, "model": m.name, "lengths": x["lengths"], "n": x["n"]}
+                for t, m, x in self.harness_results(lengths=True)
             ],
             "measure_comparisons": [
                 {"task": t} | names | asdict(x) for c, names in about for t, x in c.measures.items()

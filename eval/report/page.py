@@ -87,6 +87,7 @@ def document(report: Report) -> Document:
         ReportSection("Training", _training(report)),
         ReportSection("Accuracy over training", _over_training(report)),
         ReportSection("Metrics of lm-eval", _harness(report)),
+        ReportSection("By length", *_lengths(report)),
         *judged.sections(report.judgements, report.judgement_pairs),
         ReportSection("Details", _details(report)),
         ReportSection("Sampled text", sampled, *samples, page_only=True),
@@ -108,7 +109,7 @@ def document(report: Report) -> Document:
 def _contents(report: Report) -> str:
     """Return a sentence on the numbers of models, tasks and rows, or of judgements."""
     if not report.rows and report.measured:
-        return f"{counted(len(report.models), 'model')}, {counted(len(report.measured), 'task')} of lm-eval."
+        return f"{counted(len(report.models), 'model')}, {counted(len(report.measured), 'task')}."
     if not report.rows:
         return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
     models = counted(len(report.models), "model")
@@ -132,7 +133,8 @@ def _answer(report: Report) -> list[str]:
                 f"Compared with {first}{where}, {describe_effects(effects, COMPARED, 'points')}."
             )
     on = f"on {counted(len(report.tasks), 'task')}"
-    for _, model, x in report.harness_results() if not report.tasks else ():
+    measured = report.harness_results() or report.harness_results(lengths=True)
+    for _, model, x in measured if not report.tasks else ():
         sentences.append(f"{model.name}: {x['score']} {x['measure']['value']:.4g} on {x['title']}.")
     for e in report.effects(None) if not sentences else ():
         chance = percent(report.chance(None))
@@ -283,6 +285,35 @@ def _harness(report: Report) -> Table:
             rows.append([title, name, metric, Cell(f"{value:.4g}", tone=decides), *cells, result["n"], cut])
     head = ["Task", "Model", "Metric, filter", "Value", "95 % interval", "Against the baseline", "Rows"]
     return Table([*head, "Answers at the length limit"], rows, HARNESS, 3)
+
+
+def _lengths(report: Report) -> list[Block]:
+    """Return a table of each measure over lengths, with a column for each model."""
+    found = report.harness_results(lengths=True)
+    tables: list[Block] = []
+    for task in dict.fromkeys(task for task, *_ in found):
+        models = [(model, result) for name, model, result in found if name == task]
+        result = models[0][1]
+        labels = dict.fromkeys(part["label"] for _, x in models for part in x["lengths"])
+        rows: list[Any] = [[label, *(_at_length(report, *m, label) for m in models)] for label in labels]
+        names = [Cell(model.name, mark=report.series[model.name]) for model, _ in models]
+        caption = f"{result['score'].capitalize()} with 95 % intervals, n {result['n']:,}."
+        tables.append(Table(["Tokens", *names], rows, caption, label=result["title"]))
+    return tables
+
+
+def _at_length(report: Report, model: Model, result: TaskResult, label: str) -> Cell:
+    """Return the value at a length, or of all rows with the test against the model's baseline."""
+    part = next((part for part in result["lengths"] if part["label"] == label), None)
+    if part is None:
+        return Cell(DASH)
+    notes = ["{low:.4g} to {high:.4g}".format(**part["interval"])] if part["interval"] else []
+    tone = ""
+    comparison = report.against_first(model) if part is result["lengths"][-1] else None
+    if comparison and (x := comparison.measures.get(result["task"])):
+        verdict, tone = VERDICTS[x.direction]
+        notes.append(f"{verdict}, {x.difference:+.4g}, {p_value(x.p_holm)}")
+    return Cell(f"{part['value']:.4g}", "; ".join(filter(None, [*notes, part["note"]])), tone)
 
 
 def _training(report: Report) -> Figure:

@@ -94,7 +94,8 @@ class TaskResult(TypedDict):
     clean: NotRequired[Mapping[str, object]]  # the accuracy without leaked rows
     worst: NotRequired[list[Record]]
     measure: NotRequired[MeasureNumbers]
-    metrics: NotRequired[dict[str, float]]  # lm-eval's
+    metrics: NotRequired[dict[str, float]]  # lm-eval's, or the values of `lengths`
+    lengths: NotRequired[list[Record]]  # label, value, interval and note
     answers_cut: NotRequired[int | None]
 
 

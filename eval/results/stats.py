@@ -139,7 +139,9 @@ def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Se
     return Estimate(value, (sums - value * sizes) / total, sizes / total)
 
 
-def estimate_measure(values: Sequence[float], weights: Sequence[float], scale: str) -> Estimate:
+def estimate_measure(
+    values: Sequence[float], weights: Sequence[float], scale: str, clusters: Sequence[int] | None = None
+) -> Estimate:
     """Return a measure that rows add up to, as an estimate that can be compared between models.
 
     Args:
@@ -147,9 +149,10 @@ def estimate_measure(values: Sequence[float], weights: Sequence[float], scale: s
         weights: Of each row [n], for example its number of words.
         scale: `mean` (weighted mean of the values), `perplexity` (negative log-probability per unit of
             weight, which is the logarithm of the perplexity) or `bits` (the same in bits).
+        clusters: Of each row [n]. The default is a cluster for each row.
     """
     factor = {"mean": 1.0, "perplexity": -1.0, "bits": -1 / math.log(2)}[scale]
-    return ratio([factor * value for value in values], weights, range(len(values)))
+    return ratio([factor * value for value in values], weights, clusters or range(len(values)))
 
 
 def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:

@@ -53,6 +53,7 @@ OWNED_BY_RECIPE = {
     **dict.fromkeys(REPORTS, "train.report_to or train.profile"),
 }
 EIGHT_BIT = {"adamw_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit"}  # classes of bitsandbytes
+BF16_STATES = ("bf16_master_weights_and_grads", "bf16_optimizer_states")  # keys of DeepSpeed's section bf16
 MODEL_PARALLEL = {
     "sequence_parallel_size": "which the recipe decides. Remove it, and set train.sequence_parallel",
     "tensor_parallel": "but the loss needs a complete output head. Remove it, and use ZeRO-3 to save memory",
@@ -94,6 +95,9 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
             (zero.get(part) or {}).pop("pin_memory", None)
     if config.train.optimizer == "muon":
         zero["reduce_scatter"] = False  # Muon needs complete gradients
+    narrow = config.train.state_dtype == "bfloat16"
+    if narrow:
+        tree["data_types"] = {"grad_accum_dtype": "bf16"}
     if config.train.optimizer in EIGHT_BIT:
         tree["zero_allow_untested_optimizer"] = True  # DeepSpeed accepts only known classes otherwise
     tree.update(
@@ -102,7 +106,8 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
         gradient_accumulation_steps=batch.accumulation,
         optimizer=_optimizer_section(config.train, fused=not on_cpu or "offload_optimizer" in zero),
         gradient_clipping=config.train.max_grad_norm,
-        bf16={"enabled": config.model.dtype == "bfloat16"},
+        bf16={"enabled": config.model.dtype == "bfloat16"}
+        | (dict.fromkeys(BF16_STATES, True) if narrow else {}),
         steps_per_print=10**9,
         timers={"throughput": {"enabled": False}},  # it would wait for the device twice per micro-batch
     )
@@ -329,13 +334,17 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
     elif size > 1 and (stage != 3 or ranks % size):
         problem = f"zero_hpz_partition_size={size} needs ZeRO stage 3 and must divide the ranks. Remove it"
     elif muon and (offload or zero.get("reduce_scatter") or config.model.lora is not None):
-        # impossible, or never compared with plain Muon
+        # Impossible, or never compared with plain Muon. With reduce_scatter, DeepSpeed 0.19.8 rejects ZeRO-3,
+        # and a bfloat16 model under ZeRO-2 did not train one of its norms.
         problem = (
             "train.optimizer=muon cannot be combined with model.lora, offload_optimizer or reduce_scatter"
         )
     elif offload and config.train.optimizer in EIGHT_BIT:
         problem = f"train.optimizer={config.train.optimizer} cannot be combined with offload_optimizer. "
         problem += "Set deepspeed=ds_configs/zero3.json, or train.optimizer=adamw"
+    elif config.train.state_dtype == "bfloat16" and (offload or config.model.dtype != "bfloat16"):
+        problem = "train.state_dtype=bfloat16 needs model.dtype=bfloat16 and no offload_optimizer. Set "
+        problem += "train.state_dtype=float32"
     elif stage == 3 and config.model.linear_dtype is not None:
         problem = f"model.lora.base_dtype={config.model.linear_dtype} does not work under ZeRO-3, which "
         problem += "cannot partition 4-bit weights. Set deepspeed=ds_configs/zero2.json"

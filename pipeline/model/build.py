@@ -35,15 +35,17 @@ from emo.data_prep.shards.format import Manifest
 from ..config import RunConfig
 from ..control.run_dir import INITIAL
 from ..control.world import NETWORK, broken_device, gather_objects, lost_a_peer
+from ..engine.activations import offload_checkpoints, tile_mlps
 from ..engine.devices import family_supports, usable_attention
 from ..engine.engine import Engine
 from ..loss import fuse_model, probe_model
 from ..loss.models.head import packing_problem, uses_segments
 from .adapters import add_lora, load_adapter
-from .config import ModelConfig
+from .config import ModelConfig, RopeConfig
 from .kernels import use_liger
 from .nf4 import full_values, nf4_options, prepare_nf4
 from .objectives import Losses
+from .rope import check_rope, extend_rope
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
     if config.path is None or (not online and config.architecture and not Path(config.path).exists()):
         keys = dict(config.architecture or {})
         try:
-            return AutoConfig.for_model(keys.pop("model_type"), **keys)
+            return extend_rope(AutoConfig.for_model(keys.pop("model_type"), **keys), config.rope)
         except (ValueError, StrictDataclassError) as error:
             raise UserError(f"model.architecture: {one_line(error)}", code="architecture") from None
     try:
@@ -67,7 +69,7 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
     for name, actual, expected in _differences(hf_config, config.architecture or {}):
         problem = f"model.path={config.path} has {name}={actual!r}, model.architecture has {expected!r}"
         raise UserError(f"{problem}. Correct one of them.", code="architecture")
-    return hf_config
+    return extend_rope(hf_config, config.rope)
 
 
 def _differences(
@@ -87,7 +89,7 @@ def check_context(config: PretrainedConfig, block: int) -> None:
     context = context_length(config.get_text_config())
     if context is not None and block > context:
         problem = f"rows of {block} tokens are longer than the model's context of {context}"
-        cure = f"Set data.sequence_len={context} or less and prepare the data again."
+        cure = f"Set data.sequence_len={context} or less and prepare the data again, or set model.rope."
         raise UserError(f"{problem}. {cure}", code="context")
 
 
@@ -136,6 +138,7 @@ def load_pretrained(
     attn: str,
     key: str = "model.path",
     linear_dtype: str | None = None,
+    rope: RopeConfig | None = None,
 ) -> PreTrainedModel:
     """Load the weights of a causal LM. Under ZeRO-3 they are partitioned while they load (see engine.py).
 
@@ -148,10 +151,13 @@ def load_pretrained(
         attn: Attention implementation.
         key: The setting that names the model, for messages.
         linear_dtype: Another type for the linear layers except the head: nf4.
+        rope: Changes of the rotary position embeddings.
     """
     torch_dtype = getattr(torch, dtype)
     options = {"dtype": torch_dtype, "attn_implementation": attn, **nf4_options(linear_dtype, torch_dtype)}
     try:
+        if rope is not None:
+            options["config"] = extend_rope(load_model_config(path, revision), rope)
         loaded = load_causal_lm(path, revision, **options)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if broken_device(error) or broken_device(error, NETWORK) or lost_a_peer(error):
@@ -171,6 +177,7 @@ def load_pretrained(
         raise UserError(
             f"{key}={path} {loaded.fault}. Correct it, or set {key} to another model.", code="model"
         )
+    check_rope(loaded.model, rope)
     if broken := _find_nonfinite_parameter(loaded.model):
         raise UserError(
             f"{key}={path} is damaged: {broken} has values that are not finite", code="not-finite"
@@ -199,7 +206,8 @@ def _describe_load_error(path: str, error: Exception, key: str) -> str:
 def load_base(config: RunConfig, attn: str) -> PreTrainedModel:
     """Load the weights that training starts from, in 4 bits if the recipe says so."""
     linear_dtype = config.model.linear_dtype
-    model = load_pretrained(*config.initial_weights(), config.model.dtype, attn, linear_dtype=linear_dtype)
+    options: Any = {"linear_dtype": linear_dtype, "rope": config.model.rope}
+    model = load_pretrained(*config.initial_weights(), config.model.dtype, attn, **options)
     if linear_dtype is not None:
         prepare_nf4(model)
         path, revision = config.initial_weights()
@@ -226,8 +234,12 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
     if config.model.neftune_noise_alpha:
         add_embedding_noise(model, config.model.neftune_noise_alpha, config.train.sequence_parallel)
+    if config.model.tiled_mlp:
+        tile_mlps(model, model.config.get_text_config().hidden_size)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.model.activation_checkpointing == "offload":
+        offload_checkpoints(model)
     return trained
 
 

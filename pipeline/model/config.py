@@ -37,6 +37,50 @@ class LoraConfig(Section):
     model with the adapter in its directory `adapter/`."""
 
 
+class RopeConfig(Section):
+    """RoPE of a pre-trained model for a longer context, with the names and formulas of Transformers."""
+
+    type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
+    """How the frequencies are scaled. The default keeps the model's own scaling."""
+    theta: float | None = Field(None, gt=1)
+    """Base of the frequencies (`rope_theta`). The default is the model's."""
+    factor: float | None = Field(None, ge=1)
+    """The new context divided by the original one. Required with `type`."""
+    original_max_position_embeddings: int | None = Field(None, gt=0)
+    """The context before scaling. The default is the model's context."""
+    max_position_embeddings: int | None = Field(None, gt=0)
+    """The new context, for `theta` alone and llama3. The default is the model's, times `factor`."""
+    attention_factor: float | None = Field(None, gt=0)
+    """Factor on cosines and sines (yarn). The default is 0.1 ln(factor) + 1."""
+    beta_fast: float | None = Field(None, gt=0)
+    """Rotations in the original context above which a frequency is kept (yarn, 32)."""
+    beta_slow: float | None = Field(None, gt=0)
+    """Rotations in the original context below which a frequency is divided by factor (yarn, 1)."""
+    low_freq_factor: float | None = Field(None, gt=0)
+    """Rotations below which a frequency is divided by factor (llama3, 1)."""
+    high_freq_factor: float | None = Field(None, gt=0)
+    """Rotations above which a frequency is kept (llama3, 4)."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> RopeConfig:
+        if (self.type is None) != (self.factor is None) or (self.type is None and self.theta is None):
+            raise ValueError("set type with factor, or theta")
+        keys = {key for key, value in self if value is not None} - {"type", "theta"}
+        if wrong := sorted(keys - ROPE_KEYS[self.type]):
+            raise ValueError(f"{wrong[0]} does not go with {self.type or 'theta alone'}")
+        low, high = self.low_freq_factor or 1.0, self.high_freq_factor or 4.0
+        if low >= high or (self.beta_slow or 1.0) >= (self.beta_fast or 32.0):
+            raise ValueError("low_freq_factor must be below high_freq_factor, and beta_slow below beta_fast")
+        return self
+
+
+SCALING = {"factor", "original_max_position_embeddings"}
+# Keys that go with each type of RoPE, besides theta. None: the model's own scaling.
+ROPE_KEYS = {None: {"max_position_embeddings"}, "linear": SCALING, "dynamic": SCALING}
+ROPE_KEYS["yarn"] = SCALING | {"attention_factor", "beta_fast", "beta_slow"}
+ROPE_KEYS["llama3"] = SCALING | {"max_position_embeddings", "low_freq_factor", "high_freq_factor"}
+
+
 class ModelConfig(Section):
     """The model to train.
 
@@ -55,14 +99,20 @@ class ModelConfig(Section):
     attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
     """`varlen` is PyTorch's variable-length attention, which needs no mask. `auto` is the first of the others
     that the host and the model family support."""
-    activation_checkpointing: bool = mark(FREE, False)
-    """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
+    activation_checkpointing: bool | Literal["offload"] = mark(FREE, False)
+    """Recompute activations in the backward pass. Saves memory and takes about a third more time. `offload`
+    also keeps the inputs of the layers in host memory until then."""
+    tiled_mlp: bool = mark(FREE, False)
+    """Compute the MLP of each layer in tiles of about hidden_size tokens (DeepSpeed's TiledMLP), and again in
+    the backward pass. Saves memory for long rows. Every start compares them with the plain MLPs."""
     compile: bool = False
     """Use torch.compile on GPUs: for the complete model under ZeRO-1 and 2, for each layer under ZeRO-3. The
     first step then takes a minute."""
     kernels: Literal["liger"] | None = mark(FREE, None)
     """Compute RMSNorm, rotary embedding and the gated product of each layer with Liger's kernels, on GPUs and
     for supported families. Every start compares them with the model's own layers."""
+    rope: RopeConfig | None = None
+    """Change the rotary position embeddings of the model in `path`, to extend its context."""
     neftune_noise_alpha: float = Field(0.0, ge=0)
     """Add uniform noise to the input embeddings while training (NEFTune). Usual values are 5 to 15."""
     lora: LoraConfig | None = None
@@ -84,6 +134,12 @@ class ModelConfig(Section):
             raise ValueError("set path (pre-trained model), architecture (new model), or both")
         if "model_type" not in (self.architecture or {"model_type": ""}):
             raise ValueError("architecture needs model_type, for example llama")
+        if self.tiled_mlp and self.compile:
+            raise ValueError("set tiled_mlp or compile, not both")
         if self.kernels is not None and self.compile:
             raise ValueError("set kernels or compile, not both: they fuse the same work")
+        if self.rope is not None and self.path is None:
+            raise ValueError("rope changes a model in path. For a new one set architecture.rope_parameters")
+        if self.rope is not None and self.exported != "merged":
+            raise ValueError("rope needs lora.export=merged: an adapter is read with its base model's RoPE")
         return self

@@ -34,6 +34,7 @@ from emo.common.io.untrusted import read_json
 from emo.common.io.weights import CONFIG as MODEL_CONFIG
 from emo.common.io.weights import (
     base_of_adapter,
+    context_length,
     downloaded_directory,
     files_with_base,
     has_only_adapter,
@@ -342,7 +343,8 @@ def write_metadata(base: PreTrainedModel, config: RunConfig, target: Path, info:
         tree = json.loads(file.read_text(encoding="utf-8")) | changes
         write_text(file, json.dumps(tree, indent=2, sort_keys=True) + "\n")
     if (tokenizer := config.data.dir / "tokenizer").is_dir():
-        write_tokenizer(tokenizer, target, data_ends)
+        extended = None if config.model.rope is None else context_length(settings)
+        write_tokenizer(tokenizer, target, data_ends, extended)
     write_text(target / EXPORT_INFO, json.dumps(info, indent=1, default=str))
     write_text(target / "README.md", _model_card(config, info))
 

@@ -115,17 +115,22 @@ def compare_kernels(model: nn.Module) -> Iterator[dict[str, float]]:
             module.forward = kernel
 
 
-def check_kernels(model: nn.Module, run: Callable[[], object]) -> None:
-    """Raise UserError if a replaced module of `model` differs by more than rounding while `run` runs."""
+def check_kernels(model: nn.Module, run: Callable[[], object], setting: str = KEY) -> None:
+    """Raise UserError if a replaced module of `model` differs by more than rounding while `run` runs.
+
+    setting: the keys of the recipe that replaced modules, for messages.
+    """
     with compare_kernels(model) as worst:
         run()
     name = max(worst, key=lambda key: worst[key])
     if worst[name] > TOLERANCE:
         problem = f"{name} differs from the model's own by {worst[name]:.3g} times the effect of rounding"
-        raise UserError(f"{KEY}: {problem} (at most {TOLERANCE:g}); {CURE}", code="kernels-differ")
+        cure = f"remove {setting.partition('=')[0]}"
+        raise UserError(f"{setting}: {problem} (at most {TOLERANCE:g}); {cure}", code="kernels-differ")
     kinds = Counter(type(module).__name__ for module in replaced_modules(model))
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    log.info("Liger computes %s. The largest difference is %.2g of rounding.", listed, worst[name])
+    difference = worst[name]
+    log.info("%s computes %s. The largest difference is %.2g of rounding.", setting, listed, difference)
 
 
 def _compare_call(
@@ -149,6 +154,18 @@ def _compare_call(
     return ordinary(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def frozen(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Let no gradient reach parameters within the block: tiles would add it to the one of training."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
 def _generator(like: Tensor) -> torch.Generator:
     return torch.Generator(like.device).manual_seed(0)
 
@@ -158,7 +175,8 @@ def _compute_tensors(
 ) -> list[Tensor]:
     """Return the output of a call, and its gradients by its input `x` and by the module's own weights."""
     x = x.detach().clone().requires_grad_()
-    with torch.enable_grad():
+    inner = [p for part in module.children() for p in part.parameters() if p.requires_grad]
+    with torch.enable_grad(), frozen(inner):
         out = call(x, *args[1:], **kwargs) if args else call(**kwargs | {"hidden_states": x})
         out = out[0] if isinstance(out, tuple) else out
         towards = torch.randn(out.shape, generator=_generator(out), device=out.device).to(out.dtype)

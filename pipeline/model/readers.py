@@ -93,22 +93,26 @@ def _set_conversions(model: PreTrainedModel) -> list[WeightTransform]:
     return model._weight_conversions
 
 
-def write_tokenizer(source: Path, directory: Path, ends: list[int]) -> None:
+def write_tokenizer(source: Path, directory: Path, ends: list[int], context: int | None = None) -> None:
     """Copy the tokenizer of prepared data, and set its eos_token to the end of supervised text if possible.
 
     Programs look for the end of a reply in different files: `generate` and vLLM stop at any eos_token_id of
     generation_config.json, llama.cpp and others only at the tokenizer's eos_token. It stays as it is if
     `ends`, the tokens that end supervised answers or documents, are several, or if the chat template itself
-    writes eos_token.
+    writes eos_token. `model_max_length` is raised to the extended `context` of the model.
     """
     shutil.copytree(source, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     file = directory / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    before = json.loads(file.read_text(encoding="utf-8"))
+    settings = dict(before)
     if len(ends) == 1 and "eos_token" not in settings.get("chat_template", ""):
         token = settings.get("added_tokens_decoder", {}).get(str(ends[0]))
         if token is not None and token["special"]:
             settings["eos_token"] = token["content"]
-            write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    if context is not None and settings.get("model_max_length", context) < context:
+        settings["model_max_length"] = context
+    if settings != before:
+        write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def check_exported_tokenizer(directory: Path, rows: Tensor) -> None:

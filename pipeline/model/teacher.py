@@ -1,7 +1,9 @@
 """The live teacher of a run: choose its model, check that it fits the data, and hold its weights.
 
 Under ZeRO-3 its weights are partitioned and offloaded like the student's. Otherwise every rank holds them.
-`base` is the model before training: a copy of it or, with adapters, the trained model without them.
+`base` is the model before training: a copy of it or, with adapters, the trained model without them. Either
+has the RoPE of `model.rope`, because the model before training cannot read longer rows without it. A teacher
+from another directory keeps its own RoPE.
 An average of the trained model is a copy, too. With adapters, it is a second set of them.
 """
 
@@ -57,7 +59,7 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
     if config.model.lora is not None or config.objective.teaches_itself:
         return None
     path, revision = config.initial_weights()
-    return ModelConfig(path=path, revision=revision, **options)
+    return ModelConfig(path=path, revision=revision, rope=config.model.rope, **options)
 
 
 def holds_base(config: RunConfig) -> bool:
@@ -169,7 +171,8 @@ def _load_teacher(settings: ModelConfig, ds_config: DsConfig, world: World, pack
     assert settings.path is not None
     hf_config = load_model_config(settings.path, settings.revision)
     attn = usable_attention(settings, hf_config, shared=world.sequence > 1)
-    teacher: Any = load_pretrained(settings.path, settings.revision, settings.dtype, attn, KEY)
+    source = (settings.path, settings.revision, settings.dtype, attn, KEY)
+    teacher: Any = load_pretrained(*source, rope=settings.rope)
     teacher.config.use_cache = False
     teacher.eval().requires_grad_(False)
     fuse_model(teacher, get_objective("mle"), forward=FrozenCausalLM)

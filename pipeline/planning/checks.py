@@ -32,6 +32,7 @@ from ..batches.order import BatchOrder, Domain, MixedOrder, MixtureStart, domain
 from ..checkpoint import identity
 from ..checkpoint.identity import Identity
 from ..config import RunConfig, TrainConfig
+from ..engine.activations import tile_mlps
 from ..engine.devices import check_gpus, usable_attention
 from ..engine.ds_config import EIGHT_BIT, DsConfig, check_deepspeed_host, deepspeed_config, parameter_groups
 from ..engine.schedule import check_branch_steps
@@ -45,6 +46,7 @@ from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
 from ..model.objective_config import COSTS
 from ..model.objectives import objective_parts, training_objective
 from ..model.readers import check_exported_tokenizer
+from ..model.rope import check_rope
 from ..model.teacher import check_teacher
 from ..monitor.config import LOGGER_PACKAGES
 
@@ -312,6 +314,7 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+            check_rope(model, config.model.rope)
             if config.model.lora is not None:
                 model = add_lora(model, config.model, config.train.seed)
                 if config.model.lora.path is not None:
@@ -324,6 +327,8 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
         raise UserError(
             f"{where} describes no model that can be built ({one_line(error, 250)})", code="architecture"
         ) from None
+    if config.model.tiled_mlp:
+        tile_mlps(model, hf_config.get_text_config().hidden_size)
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
     for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):

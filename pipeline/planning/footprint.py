@@ -88,6 +88,8 @@ class Setup:
     accumulation: int = 1  # passes per step
     bf16: bool = True
     checkpointing: bool = False
+    offload_activations: bool = False  # checkpoints are in host memory
+    tiled: bool = False  # MLPs compute tiles of as many tokens as the model is wide
     offload_optimizer: bool = False
     offload_parameters: bool = False
     cost: bool = True  # the objective has transport costs
@@ -105,6 +107,7 @@ class Setup:
     copied: bool = True  # the teacher has its own weights, held as this model's are
     teacher_width: int = 2  # bytes of a weight or activation of the teacher
     moments: float = 8.0  # bytes of the optimizer's averages per parameter
+    state: int = 4  # bytes of an accumulated gradient, and of the optimizer's copy of a weight
     averaged: bool = False  # the teacher is the average of the weights that train
     demonstrated: float = 0.0  # share of passes in which the teacher reads rows of twice the length
     attended: float | None = None  # mean tokens that a token attends to, or None for complete rows
@@ -182,9 +185,9 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
         1 / setup.ranks if setup.stage >= stage else 1.0 for stage in (3, 2, 1)
     )
     parameters = (sizes.parameters - sizes.quantized) * setup.width * weight_share + sizes.quantized * NF4
-    gradients = sizes.trainable * 4 * gradient_share
+    gradients = sizes.trainable * setup.state * gradient_share
     shard = sizes.trainable * optimizer_share
-    optimizer = shard * (4 + setup.moments)  # DeepSpeed keeps float32 weights, even of float32 models
+    optimizer = shard * (setup.state + setup.moments)  # DeepSpeed copies weights, even of float32 models
     update = _update_bytes(sizes, setup, shard, gradients)
     if setup.hpz > 1:
         parameters += sizes.parameters * setup.width / setup.hpz
@@ -202,7 +205,10 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
 def _update_bytes(sizes: Sizes, setup: Setup, shard: float, gradients: float) -> float:
     """Return the temporary memory of the optimizer step, for `shard` parameters and bytes of gradients."""
     if setup.stage == 3:  # one group at a time, with a copy of its gradient
-        return min(shard, GROUP) * 4
+        return min(shard, GROUP) * setup.state
+    if setup.state < 4:  # the gradient of the last pass, next to the sum
+        last = shard * setup.state if setup.stage == 2 and setup.accumulation > 1 else 0.0
+        return last + _bucket_bytes(sizes, setup)
     if setup.bf16 and setup.stage == 1:
         reduction = sizes.trainable * setup.reduced if setup.reduced < 4 else 0  # also with one rank
         return sizes.trainable * setup.width + reduction
@@ -212,27 +218,38 @@ def _update_bytes(sizes: Sizes, setup: Setup, shard: float, gradients: float) ->
 
 def _gathered_bytes(sizes: Sizes, setup: Setup, shard: float) -> float:
     """Return the memory of communication buckets, gathered weights and gradients outside the states."""
-    trains_head = sizes.trainable == sizes.parameters
-    gathered = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
-    gathered = min(gathered, 2.0 * sizes.trainable * 4)
+    gathered = _bucket_bytes(sizes, setup)
     if setup.stage == 3 and (setup.ranks > 1 or setup.offload_parameters):
         gathered += min(sizes.parameters, setup.live + setup.bucket) * setup.width
     if setup.stage == 2 and not setup.bf16 and setup.accumulation > 1:
         gathered += shard * 4  # the gradient of one pass, next to the sum
-    if setup.stage == 1 and setup.bf16:
+    if setup.stage == 1 and setup.bf16 and setup.state == 4:
         gathered += sizes.trainable * setup.width
     if sizes.quantized:  # a layer's weight, restored from NF4
         gathered += sizes.hidden * sizes.inner * setup.width
     return gathered
 
 
+def _bucket_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the memory of communication buckets."""
+    trains_head = sizes.trainable == sizes.parameters
+    buckets = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
+    return min(buckets, 2.0 * sizes.trainable * 4)
+
+
 def _loss_bytes(sizes: Sizes, setup: Setup) -> float:
     head = sizes.vocabulary * sizes.hidden
-    loss = setup.chunk_mb * 2**20 + 2 * setup.tokens * sizes.hidden * 4
+    logits = setup.tokens * sizes.vocabulary * setup.width
+    loss = min(setup.chunk_mb * 2**20, logits) + 2 * setup.tokens * sizes.hidden * 4
     loss += head * (4 + setup.width) if sizes.trainable == sizes.parameters else 0.0
     if setup.cost:
         loss += head * setup.width + setup.cache_mb * 2**20
     return loss
+
+
+def stored_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the memory of the inputs of all layers, which checkpointing keeps."""
+    return setup.tokens * sizes.hidden * sizes.layers * setup.width
 
 
 def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
@@ -242,9 +259,15 @@ def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
     # Bytes per token of a layer: inputs of norms in float32, and every factor of a product.
     norms = 2 * h * (4 + 2 * width)
     attention = width * (2 * h + 2 * sizes.key_values)
-    layer = norms + attention + width * f * (4 if sizes.gated else 2)
-    saved = width * h * sizes.layers + layer if setup.checkpointing else layer * sizes.layers
-    activations = setup.tokens * (saved + layer / 2)  # gradients in flight take half a layer
+    inner = width * f * (4 if sizes.gated else 2)
+    layer = norms + attention + (0 if setup.tiled else inner)
+    layers = 1 if setup.checkpointing else sizes.layers
+    # Gradients in flight take half a layer. Without MLPs it is all of it.
+    activations = setup.tokens * layer * (layers + (1 if setup.tiled else 1 / 2))
+    if setup.checkpointing and not setup.offload_activations:
+        activations += stored_bytes(sizes, setup)
+    if setup.tiled:
+        activations += min(setup.tokens, h) * inner * 1.5
     if setup.masked:  # a boolean mask, and a copy in the model's precision that each layer keeps
         copies = 1 if setup.checkpointing else sizes.layers
         activations = setup.tokens * setup.block * (1 + width * copies) + activations
@@ -309,6 +332,8 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     computing = matrices + attention + head + elementwise + teacher
     communication = _communication_seconds(sizes, setup, gpu.link_gb, network_gb, computing)
     communication += _exchange_seconds(sizes, setup, gpu.link_gb, network_gb)
+    if setup.checkpointing and setup.offload_activations:  # to the host and back
+        communication += passes * 2 * stored_bytes(sizes, setup) / HOST_LINK
     if setup.offload_parameters:
         communication += passes * 2 * sizes.parameters * setup.width / setup.ranks / HOST_LINK
     optimizer = _optimizer_seconds(sizes, setup, gpu)
@@ -331,6 +356,8 @@ def _product_seconds(sizes: Sizes, setup: Setup, gpu: Accelerator) -> tuple[floa
     passes = 4 if setup.checkpointing else 3
     weight_gradients = sizes.trainable / sizes.parameters  # frozen weights need none
     products = 2 * sizes.active * T * (passes - 1 + weight_gradients)
+    if setup.tiled:  # a forward pass of the MLPs again
+        products += 2 * T * sizes.layers * sizes.hidden * sizes.inner * (3 if sizes.gated else 2)
     context = setup.block if setup.masked else setup.context  # masked scores are computed and discarded
     attention = 4 * T * context * sizes.hidden * sizes.layers * (passes + 0.5)  # q k, the weighted sum of v
     head = 2 * sizes.vocabulary * sizes.hidden * T * (2 + weight_gradients)
@@ -380,7 +407,7 @@ def _forward_seconds(
     ZeRO-3 gathers `gathered_width` bytes per weight in every pass.
     """
     # A training step has three passes with equal element-wise work, and three products of the head.
-    frozen = dataclasses.replace(setup, checkpointing=False, ranks=1, offload_optimizer=False)
+    frozen = dataclasses.replace(setup, checkpointing=False, tiled=False, ranks=1, offload_optimizer=False)
     step = step_time(sizes, dataclasses.replace(frozen, offload_parameters=False), gpu, network_gb)
     seconds = (step.matrices + step.attention + step.elementwise + step.head) / 3
     moved = setup.accumulation * gathered_width * sizes.parameters

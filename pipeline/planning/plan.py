@@ -62,6 +62,7 @@ TRUST = (
     "time is an estimate."
 )
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # in ds_configs/
+LOST_BELOW = 0.001  # learning rate, see docs/how-to/out-of-memory.md
 EQUAL_SPEED = 0.01  # settings whose speeds differ by less are ranked by memory
 
 
@@ -135,6 +136,7 @@ def setup_of(
     share = max(ends(on_policy.share)) if on_policy else 0.0
     # Device `none`, which is also the default, means no offloading.
     offloaded = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")]
+    state = 2 if config.train.state_dtype == "bfloat16" else 4
     setup = Setup(
         ranks=batch.ranks,
         stage=zero_stage(ds_config),
@@ -142,7 +144,9 @@ def setup_of(
         block=config.data.sequence_len,
         accumulation=batch.accumulation,
         bf16=half,
-        checkpointing=config.model.activation_checkpointing,
+        checkpointing=bool(config.model.activation_checkpointing),
+        offload_activations=config.model.activation_checkpointing == "offload",
+        tiled=config.model.tiled_mlp,
         offload_optimizer=offloaded[0] != "none",
         offload_parameters=offloaded[1] != "none",
         cost=objective.needs_cost,
@@ -154,7 +158,8 @@ def setup_of(
         # On GPUs `auto` chooses an attention without a mask. Those compute in half precision only.
         masked=batch.sequence == 1 and (not half or config.model.attn_implementation in ("sdpa", "eager")),
         sequence=batch.sequence,
-        moments=MOMENTS_8BIT if config.train.optimizer in EIGHT_BIT else 8.0,
+        moments=MOMENTS_8BIT if config.train.optimizer in EIGHT_BIT else 2.0 * state,
+        state=state,
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
@@ -298,9 +303,12 @@ def _recipe_rows(
         stored = f"at most {tokens * dtype.itemsize / GB:,.2g} GB of predictions in the run directory"
         rows.append(("KL from base", stored))
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    # float32 weights, two moments, weights, and an average in float32
-    staged = sizes.trainable * (4 + setup.moments + setup.width + (4 if setup.averaged else 0))
+    # the optimizer's weights, two moments, weights, and an average in float32
+    staged = sizes.trainable * (setup.state + setup.moments + setup.width + (4 if setup.averaged else 0))
     rows.append(("states per rank", memory_line(states, 2)))
+    if setup.checkpointing and setup.offload_activations:
+        offloaded = footprint.stored_bytes(sizes, setup) / GIB
+        rows.append(("checkpoints", f"{offloaded:,.2f} GiB of host memory per rank"))
     rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
     return rows
 
@@ -430,6 +438,9 @@ def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu:
         cure = f"Set train.global_batch_size={batch.slots} in a new output_dir to fill them."
         unit = "ranks" if batch.sequence == 1 else "groups of ranks"
         warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.replicas} {unit}. {cure}")
+    if train.state_dtype == "bfloat16" and train.learning_rate < LOST_BELOW:
+        problem = f"train.state_dtype=bfloat16 loses most updates at learning rates below {LOST_BELOW:g}"
+        warnings.append(f"{problem}. Set train.state_dtype=float32 in a new output_dir.")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "Set model.dtype=float32 in a new output_dir."
         warnings.append(f"bfloat16 on a CPU is several times slower than float32. {cure}")
@@ -504,9 +515,10 @@ class Choice(NamedTuple):
     @property
     def settings(self) -> dict[str, str | bool | int]:
         """Return the recipe's keys for this choice."""
+        checkpoints = "offload" if self.setup.offload_activations else True
         return {
             "deepspeed": str(self.file),
-            "model.activation_checkpointing": self.setup.checkpointing,
+            "model.activation_checkpointing": self.setup.checkpointing and checkpoints,
             "model.compile": self.setup.compiled,
             "train.micro_batch_size": self.setup.micro,
         }
@@ -627,7 +639,7 @@ def choices(
             errors.append(error)
             continue
         micros = [m for m in range(1, rows + 1) if rows % m == 0]
-        compiles = base.stage < 3 and not base.kernels and base.sequence == 1
+        compiles = base.stage < 3 and not (base.kernels or base.tiled) and base.sequence == 1
         compiling = (False, True) if compiles else (False,)
         for checkpointing, compiled, micro in itertools.product((False, True), compiling, micros):
             setup = dataclasses.replace(

@@ -80,11 +80,13 @@ def _identify_scores(config: RunConfig, top_k: int | None) -> dict[str, object]:
     weights = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
     identity = config.model.model_dump(include={"path", "revision", "dtype"})
     identity["weights"] = weights if files else None
+    if config.model.rope is not None:
+        identity["rope"] = config.model.rope.model_dump(exclude_none=True)
     return identity if top_k is None else identity | {"top_k": top_k}
 
 
 def _load_model(config: RunConfig, attn: str) -> Any:
-    model: Any = load_pretrained(*config.initial_weights(), config.model.dtype, attn)
+    model: Any = load_pretrained(*config.initial_weights(), config.model.dtype, attn, rope=config.model.rope)
     model.eval().requires_grad_(False)
     if on_gpu():
         model.cuda()

@@ -4,6 +4,8 @@ matrix    packed rows under ZeRO-1 and ZeRO-3, on 1, 2 and 4 ranks of which 1, 2
           every step must be that of a plain optimizer on complete rows, within 1e-6.
 recipes   runs of a recipe on one rank, and on four of which two share a row: LoRA, a teacher, Muon,
           checkpointing of activations and mixed sets.
+memory    a row of 32k tokens on one rank, and shared by four: a rank must hold a quarter of the activations
+          within 10 %, and what is planned within 5 %. Both also with tiled MLPs.
 
 Prints a table, and exits 1 if a loss differs.
 """
@@ -34,6 +36,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "teacher": ('objective={"sum": [{"name": "mle"}, {"name": "kl", "teacher": "base", "weight": 0.3}]}',),
     "average": ('objective={"sum": [{"name": "mle"}, {"name": "kl", "teacher": {"ema": 0.9}}]}',),
     "muon": ("train.optimizer=muon", "train.muon_lr=0.02", "train.max_grad_norm=0"),
+    "tiled": ("model.tiled_mlp=true", "model.activation_checkpointing=offload"),
     "checkpointing": ("model.activation_checkpointing=true", "deepspeed=ds_configs/zero2.json"),
 }
 KEYS = ("nll", "loss", "validation_nll", "validation_kl_from_base")
@@ -86,7 +89,25 @@ def run_recipes(directory: Path, args: argparse.Namespace, show: Campaign) -> No
         show("recipes", name, f"{error:.1e} in {len(results[0])} measurements", error <= bound)
 
 
-PARTS = {"matrix": run_matrix, "recipes": run_recipes}
+def run_memory(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    """Compare the peak memory of a rank with the plan, and with that of a rank that has the complete row."""
+    for name, settings in (("plain", ()), ("tiled", ("model.tiled_mlp=true",))):
+        measured = {}
+        for n in (1, 4):
+            file = directory / f"{name}-{n}.json"
+            command = ("-m", "tests.helpers.long_row_worker", str(file), str(n), *settings)
+            done = launching.run_ranks(*command, ranks=n)
+            assert done.returncode == 0, done.stdout[-5000:]
+            measured[n] = found = json.loads(file.read_text(encoding="utf-8"))
+            error = found["planned"] / found["peak"] - 1
+            what = f"{name}, {n} ranks: {found['peak'] / 2**20:.1f} MiB, loss {found['loss']:.6f}"
+            show("memory", what, f"{error:+.1%} planned", abs(error) <= 0.05)
+        held = [found["peak"] - found["between"] for found in measured.values()]
+        error = 4 * held[1] / held[0] - 1
+        show("memory", f"{name}, activations", f"{error:+.1%} of a quarter", abs(error) <= 0.1)
+
+
+PARTS = {"matrix": run_matrix, "recipes": run_recipes, "memory": run_memory}
 
 
 def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:

@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from pydantic import ValidationError
 
-from emo.__main__ import COMMANDS, EVALUATION, TRAINING
+from emo.__main__ import COMMANDS, DATA, EVALUATION, TRAINING
 from emo.common.config.recipe import Section, parse_section
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
@@ -263,7 +263,8 @@ def options(owner: str) -> frozenset[str]:
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
     function = COMMANDS[owner].function if owner else ""
     if owner and ".launch." not in function:
-        rooms = [name.split(".")[1] for name in ([function] if function else [TRAINING, EVALUATION])]
+        names = [function] if function else [TRAINING, EVALUATION]
+        rooms = [name.split(".")[1] for name in names + [DATA] * (owner == "plan")]
         files = []
     files += [path for room in rooms for path in (REPO / room).rglob("*.py")]
     declared = re.findall(r"""["'](--[a-z][\w-]*)["']""", "".join(path.read_text("utf-8") for path in files))

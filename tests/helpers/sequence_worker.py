@@ -23,6 +23,7 @@ from emo.pipeline.batches.config import solve_batch
 from emo.pipeline.batches.loader import make_micro_batch, rank_rows
 from emo.pipeline.batches.shared_rows import check_shared_rows
 from emo.pipeline.control.world import World, end_world
+from emo.pipeline.engine.activations import tile_mlps
 from emo.pipeline.engine.ds_config import deepspeed_config
 from emo.pipeline.engine.engine import Engine
 from emo.pipeline.engine.sequence import SequenceAttention, share_rows
@@ -36,7 +37,7 @@ from tests.helpers.sharded_worker import Case as Recipe
 
 ROWS = 4
 SHAPE = {"num_attention_heads": 4, "head_dim": 8}
-# Two heads of keys are repeated for four ranks, and one for two.
+# Two heads of keys are repeated for four ranks, and one for two. MLPs of qwen3 are tiled if rows are shared.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SHAPE | {"num_key_value_heads": 2},
     "qwen3": SHAPE | {"num_key_value_heads": 4},
@@ -89,6 +90,8 @@ def build_model(case: Case, block: int) -> Any:
         warnings.simplefilter("ignore")
         cost = CostEmbedding.from_weight(model.lm_head.weight) if objective.needs_cost else None
         fuse_model(model, objective, cost)
+    if case.family == "qwen3" and case.sequence > 1:
+        tile_mlps(model, 7)
     if case.objective == "teacher":
         teacher = family(case.family, model.config._attn_implementation, **changes).requires_grad_(False)
         teacher.lm_head.weight.mul_(-1)

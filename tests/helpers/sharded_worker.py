@@ -63,6 +63,7 @@ CASES = {
     "adamw-offload": Case(ADAM, "zero3_offload"),
     **{f"muon-{stage}": Case(MUON, f"zero{stage}") for stage in (1, 3)},
     "muon-2-bf16": Case([*MUON, "model.dtype=bfloat16"], "zero2"),
+    "narrow-2-bf16": Case([*ADAM, "model.dtype=bfloat16", "train.state_dtype=bfloat16"], "zero2"),
     "emo-2-tied": Case(ADAM, "zero2", "emo", tied=True),
     "emo-3-tied": Case(ADAM, "zero3", "emo", tied=True, checkpointing=True),
     "emo-3-pieces": Case(ADAM, "zero3", "emo", tied=True, partitioned=True),
@@ -73,7 +74,7 @@ CASES = {
     "mile-3": Case(ADAM, "zero3", "mile", accumulation=1),  # normalises weights per pass
     "adamw-hpz": Case(ADAM, "HPZ"),  # last, because its process groups remain
 }
-RESUMED = ("adamw-3", "muon-1", "muon-2-bf16", "muon-3")
+RESUMED = ("adamw-3", "muon-1", "muon-2-bf16", "muon-3", "narrow-2-bf16")
 PROBED: dict[tuple[Any, ...], str] = {  # verdict by family, logit scale and attention
     ("llama",): "positions",
     ("opt",): "mask",

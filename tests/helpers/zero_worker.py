@@ -40,6 +40,7 @@ BUCKET = 128 * 344  # elements, as many as the largest of the parameters, 2.4 mi
 SMALL = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 SMALL += ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 CASES = [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (1, "float32")]
+CASES += [(stage, "bfloat16 states") for stage in (1, 2, 3)]
 SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 12, "num_attention_heads": 4}
 
 
@@ -75,7 +76,13 @@ class Accelerator(CPU_Accelerator):
 
 def measure_memory(stage: int, dtype: str) -> dict[str, float]:
     """Return measured bytes between two steps and at the peak of a step, and the planned ones."""
-    settings = [f"model.dtype={dtype}", f"data.sequence_len={BLOCK}", "objective.name=mle"]
+    dtype, _, states = dtype.partition(" ")
+    settings = [
+        f"model.dtype={dtype}",
+        f"train.state_dtype={dtype if states else 'float32'}",
+        f"data.sequence_len={BLOCK}",
+        "objective.name=mle",
+    ]
     settings += [f"deepspeed={REPO}/ds_configs/zero{stage}.json", f"train.global_batch_size={RANKS * PASSES}"]
     config = load_config(REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml", settings)
     batch, objective = Batch(RANKS * PASSES, 1, PASSES, RANKS), get_objective("mle")

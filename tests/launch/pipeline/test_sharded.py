@@ -56,7 +56,7 @@ def test_every_stage_trains_as_one_process(sharded: Results, name: str) -> None:
     expected = train_plain(case)
     bound = MUON if name.startswith("muon") else EXACT
     if name.endswith("bf16"):
-        bound = 0.25  # of the update of a few steps
+        bound = 0.5 if name.startswith("narrow") else 0.25  # of the update of a few steps
     assert result["losses"] == pytest.approx(expected["losses"], rel=bound / 5)
     for key, parameter in build_model(case).named_parameters():
         updates = [tensors[key] - parameter.detach() for tensors in (result, expected)]

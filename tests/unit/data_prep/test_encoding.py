@@ -37,6 +37,7 @@ from emo.data_prep.shards.verify import verify
 from emo.data_prep.sources.files import open_text
 from tests.helpers.corpus import (
     alpaca_rows,
+    data_config,
     lasting_directory,
     prepared,
     segments,
@@ -103,6 +104,41 @@ def test_blocks_are_the_concatenated_documents_cut(
         "sources": [d for row in owners for d in sorted(set(row))],
         "valid": [sum(r - 1 for r in row) for row in runs],
     }
+
+
+def test_best_fit_cuts_only_documents_longer_than_a_row(tmp_path: Path) -> None:
+    """Without short documents, and with long ones in their own domain."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(9, 90, length).tolist() for length in rng.permutation(np.arange(4, 200))]
+    write_jsonl(tmp_path / "a.jsonl", ({"ids": ids} for ids in documents))
+    source = {"files": "a.jsonl", "format": "tokens", "weight": 2, "domain": "web"}
+    options = {"packing": "best_fit", "min_doc_tokens": 10, "long_doc_tokens": 120, "sequence_len": 64}
+    config = prepared(tmp_path, sources=[source], shards=1, **options)
+    assert verify(config.dir)[1] == []
+    data = train_set(config)
+    assert data.domains == ("web", "web-long")
+    used = [ids for ids in documents if len(ids) >= 10]
+    pieces: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
+    for ids in used:
+        for start in range(0, len(ids), 64):
+            pieces[len(ids) >= 120][tuple(ids[start : start + 64])] += 2
+    written: list[Counter[tuple[int, ...]]] = [Counter(), Counter()]
+    for row in range(len(data)):
+        written[data.domain[row]].update(tuple(part.tolist()) for part in data.documents_of(row))
+    assert written == pieces
+    bins = [naive_first_fit_decreasing([len(piece) for piece in part.elements()], 64) for part in pieces]
+    assert [domain.rows for domain in data.manifest.domains] == [len(part) for part in bins]
+    manifest = data.manifest
+    tokens = 2 * sum(map(len, used))
+    assert (manifest.tokens, manifest.documents) == (tokens, 2 * len(used))
+    assert manifest.waste == pytest.approx(1 - tokens / (64 * len(data)), abs=1e-6)
+    short = [len(ids) for ids in documents if len(ids) < 10]
+    counts = {"short_documents": len(short), "short_documents_tokens": sum(short)}
+    counts["cut_documents"] = sum(len(ids) > 64 for ids in used)
+    assert manifest.counts == {name: 2 * count for name, count in counts.items()}
+    for wrong in ({"kind": "instruct"}, {"limit_tokens": 100}):
+        with pytest.raises(UserError, match="packing: best_fit"):
+            data_config(tmp_path, packing="best_fit", **wrong)
 
 
 # --- masks ------------------------------------------------------------------------------------------------

@@ -218,7 +218,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "settings are gone": (lambda d: (d / "settings.json").unlink(), "settings-damaged"),
     "settings are edited": (lambda d: edit(d / "settings.json", sequence_len=64), "settings-differ"),
-    "the plan is flipped": (lambda d: [flip(d / "plan.parquet", 100), (d / SHARD).unlink()], "plan-damaged"),
+    "the plan is flipped": (lambda d: [flip(d / "plan.parquet", 40), (d / SHARD).unlink()], "plan-damaged"),
+    "the rows are flipped": (lambda d: [flip(d / "rows.parquet", 100), (d / SHARD).unlink()], "plan-damaged"),
     "the plan is gone": (lambda d: (d / "plan.parquet").unlink(), "plan-gone"),
 }
 
@@ -367,6 +368,7 @@ def test_unpacked_text_has_a_size_limit(tmp_path: Path, monkeypatch: pytest.Monk
 
 COPIES = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "b"}]
 EXAMPLES = {"kind": "instruct", "sources": [{"files": "i.jsonl"}]}
+LONG = {"packing": "best_fit", "min_doc_tokens": 30, "long_doc_tokens": 70, "sequence_len": 64}
 SORTS: dict[str, tuple[dict[str, Any], bool]] = {  # whether `verify` can encode them again
     "copies": ({"sources": COPIES, "validation_fraction": 0.3}, True),
     "long texts": ({"sources": [{"files": "long.txt", "format": "document"}], "shards": 1}, True),
@@ -374,6 +376,7 @@ SORTS: dict[str, tuple[dict[str, Any], bool]] = {  # whether `verify` can encode
     "split": (EXAMPLES | {"sequence_len": 60, "overlong": "split"}, False),
     "chat": (EXAMPLES | {"sequence_len": 300, "template": "chat_template"}, False),
     "ids": ({"sources": [{"files": "ids.jsonl", "format": "tokens"}]}, False),
+    "best fit": ({"sources": COPIES} | LONG, True),
 }
 
 

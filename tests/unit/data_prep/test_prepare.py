@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -24,7 +25,7 @@ from emo.data_prep.checks import planned_inputs
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig, load_data_config
 from emo.data_prep.prepare import Preparation, prepare
-from emo.data_prep.selection import near, plan, scan, select
+from emo.data_prep.selection import buckets, plan, row_units, scan, stages, units
 from emo.data_prep.selection.scan import Scan, Unit, divide_into_units
 from emo.data_prep.shards.format import TokenDataset
 from emo.data_prep.shards.verify import verify
@@ -56,10 +57,29 @@ def world(root: Path, rows: list[Any], **data: Any) -> DataConfig:
 def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
     """Make units, stretches and batches so small that little data takes many of each."""
     for module, name, value in (
-        *((plan, "GROUP_ROWS", 7), (select, "GROUP_ROWS", 7), (scan, "GROUP_ROWS", 7), (near, "BATCH", 4)),
-        *((scan, "UNIT_BYTES", size), (scan, "POLL", 0.01)),
+        *((plan, "GROUP_ROWS", 7), (scan, "GROUP_ROWS", 7)),
+        *((row_units, "UNIT_ROWS", 400), (row_units, "BLOCK_ROWS", 5), (buckets, "BATCH_BYTES", 4000)),
+        *((scan, "UNIT_BYTES", size), (units, "POLL", 0.01)),
     ):
         monkeypatch.setattr(module, name, value)
+
+
+def interrupt_stages(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Path]:
+    """The files of the selection as they are written; the process is interrupted after every `most` files."""
+    paths: list[Path] = []
+    write = stages.write_buckets
+    left = most
+
+    def counted(path: Path, *others: Any) -> None:
+        nonlocal left
+        left = left - 1 if left else most
+        if left == 0:
+            raise KeyboardInterrupt
+        write(path, *others)
+        paths.append(path)
+
+    monkeypatch.setattr(stages, "write_buckets", counted)
+    return paths
 
 
 def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
@@ -110,9 +130,10 @@ def test_bytes_do_not_depend_on_workers_jobs_or_units(
     assert all(file_bytes(tmp_path / name) == expected for name in ("workers", "jobs", "units"))
 
 
-def test_complete_parts_of_a_scan_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_parts_and_stages_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that ended goes on where it was; a part that is damaged or of a changed source is made again."""
     small_units(monkeypatch)
+    monkeypatch.setattr(row_units, "UNIT_ROWS", 60)
     rows = texts(160, sentences=8)
     run(other := world(tmp_path, rows, dir=str(tmp_path / "other")))
     config = world(tmp_path, rows)
@@ -125,8 +146,11 @@ def test_complete_parts_of_a_scan_are_kept(tmp_path: Path, monkeypatch: pytest.M
     first = tmp_path / "a.jsonl"
     first.write_bytes(first.read_bytes())  # the same text, but nobody can know
     changed = [u.number for u in divide_into_units(planned_inputs(config)) if u.stretches[0].input == 0]
-    again = noted_units(monkeypatch)
-    run(config)
+    again, files = noted_units(monkeypatch), interrupt_stages(monkeypatch, most=12)
+    while not (config.dir / "plan.parquet").is_file():
+        with contextlib.suppress(KeyboardInterrupt):
+            run(config)
+    assert len(files) == len(set(files)) > 30
     assert set(again) == {2, *changed} | set(range(7, max(again) + 1)) and len(again) == len(set(again))
     assert file_bytes(config.dir) == file_bytes(other.dir)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import random
@@ -12,20 +11,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emo.common.config.recipe import parse_section
 from emo.data_prep.config import DataConfig
-from emo.data_prep.selection import near
+from emo.data_prep.selection import buckets, near, row_units, scan, select
 from emo.data_prep.selection.contamination import SHARED, Finder, collect, row_digest
 from emo.data_prep.selection.near import band_shape, signatures
-from emo.data_prep.selection.select import load_rows, select_rows
+from emo.data_prep.selection.select import Selection
 from emo.data_prep.shards.format import Manifest, open_prepared
 from emo.data_prep.shards.verify import verify
 from emo.data_prep.sources.world import TASKS, corpus, read_json_lines, task_rows
@@ -76,11 +73,14 @@ def test_near_duplicates_may_leave_no_validation_rows(tmp_path: Path) -> None:
     splits=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     dedup=st.sampled_from(["none", "exact", "near"]),
     signed=st.integers(1, 2),
+    unit=st.sampled_from([1 << 19, 16, 6]),
+    batch=st.sampled_from([1 << 24, 2 << 10]),
 )
 def test_selection_equals_a_sort_in_memory(
-    drawn: list[tuple[int, ...]], weights: list[int], splits: list[int], dedup: str, signed: int
-) -> None:
-    """Against the definition, row by row, whatever the sizes of parts."""
+    drawn: list[tuple[int, ...]], weights: list[int], splits: list[int], dedup: str, signed: int,
+    unit: int, batch: int,
+) -> None:  # fmt: skip
+    """Against the definition, row by row, whatever the sizes of parts, units and batches."""
     source, hashes, chars, kind, change = np.array(sorted(drawn, key=lambda row: row[0])).T
     reasons = np.where(chars == 5, 7, 0)
     similar = np.repeat(kind[:, None] * 1000, near.PERMUTATIONS, 1) + np.arange(near.PERMUTATIONS)
@@ -91,13 +91,29 @@ def test_selection_equals_a_sort_in_memory(
     config = parse_section(DataConfig, tree, "data")
     columns = (source, hashes, chars, reasons, np.stack([similar, other][:signed], axis=1))
     taken, expected = select_in_memory(config, weights, splits, *columns)
-    with tempfile.TemporaryDirectory() as name, contextlib.closing(duckdb.connect()) as db:
-        scanned = load_rows(db, parts_of(Path(name), config, *columns, weights, splits, size=11))
-        select_rows(db, config, 4, scanned, path := Path(name) / "rows.parquet")
-        dealt = pq.read_table(path).to_pydict()
-        counts = dict(db.sql("SELECT reason, count(*) FROM rows GROUP BY reason").fetchall())
-    assert list(zip(dealt["shard"], dealt["row"], dealt["copies"], strict=True)) == taken
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "GROUP_ROWS", 5)
+        patch.setattr(row_units, "UNIT_ROWS", unit)
+        patch.setattr(row_units, "BLOCK_ROWS", 3)
+        patch.setattr(buckets, "BATCH_BYTES", batch)
+        parts = parts_of(Path(name), config, *columns, weights, splits, size=11)
+        selection = Selection(config, [], parts, Path(name))
+        assert selection.run(0, lambda: False, print)
+        dealt = [
+            row for batch in selection.used_rows() for row in zip(*map(np.ndarray.tolist, batch), strict=True)
+        ]
+    counts: Counter[int] = Counter()
+    for reason, count in zip(selection.totals.reason.tolist(), selection.totals.rows.tolist(), strict=True):
+        counts[reason] += count
+    assert [(shard, row, copies) for row, shard, copies in dealt] == taken
     assert counts == Counter(expected)
+
+
+def test_more_rows_than_a_node_can_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "MOST_ROWS", 20)
+    write_jsonl(tmp_path / "a.jsonl", texts(21))
+    with refused("too-many-rows"):
+        run(data_config(tmp_path))
 
 
 # --- splits and weights -----------------------------------------------------------------------------------
@@ -125,7 +141,9 @@ def test_a_weight_does_not_drop_rows_of_another_source(tmp_path: Path) -> None:
     times = Counter(rows_of(config))
     few = [times[text] for text in first]
     assert [times[text] for text in second] == [1] * 300 and 10 < sum(few) < 60
-    assert sum(source["train"] for source in train_set(config).manifest.sources) == 300 + sum(few)
+    sources = train_set(config).manifest.sources
+    assert [source["rows"] for source in sources] == [450, 300]  # equal ones too
+    assert sum(source["train"] for source in sources) == 300 + sum(few)
     assert rejected(config)["weight"] >= few.count(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -87,6 +88,10 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
 
 @pytest.mark.slow
 def test_compiled_gradients_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as by the compiler. No code is generated, which would take most of the time."""
+    compile_gradient = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compile_gradient)
+    monkeypatch.setattr(contestants, "_gradient", functools.cache(contestants._gradient.__wrapped__))
     contestant, (_, counts) = Contestant(name="emo"), sample(12, 50)
     plain, after = (contestant.fit(counts, 1e-2, steps).logits for steps in (40, 41))
     monkeypatch.setattr(contestants, "COMPILED", 12)

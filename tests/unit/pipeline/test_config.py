@@ -233,6 +233,7 @@ def test_a_host_lacks_what_the_deepspeed_file_needs(monkeypatch: pytest.MonkeyPa
     assert find_error() == "compiler"
 
 
+NARROW = ("train.state_dtype=bfloat16", "model.dtype=bfloat16")
 MUON = ("train.optimizer=muon", "train.muon_lr=0.02", "train.max_grad_norm=0")
 OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
 
@@ -267,6 +268,8 @@ OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
             "ds-combination",
             "train.optimizer=adamw",
         ),
+        (f'{{"zero_optimization": {{{OFFLOAD}}}}}', NARROW, "ds-combination", "train.state_dtype=float32"),
+        ("{}", (*NARROW, "model.dtype=float32"), "ds-combination", "train.state_dtype=float32"),
     ],
 )
 def test_wrong_deepspeed_files_are_rejected(
@@ -370,6 +373,8 @@ def test_the_files_of_this_repository_are_accepted() -> None:
     tree = resolve(REPO / "ds_configs/zero3.json", *MUON)
     assert tree["zero_optimization"]["reduce_scatter"] is False, "Muon needs whole gradients"
     assert tree["optimizer"]["params"]["muon_lr"] == 0.02
+    tree = resolve(REPO / "ds_configs/zero3.json", *NARROW)
+    assert tree["bf16"]["bf16_optimizer_states"] and tree["data_types"]["grad_accum_dtype"] == "bf16"
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])

@@ -1,0 +1,170 @@
+"""`plan --data`: predict the duration and the memory of preparation from a sample of the sources."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from emo.common.errors import UserError
+from emo.common.text import counted
+
+from .checks import planned_inputs
+from .config import TRAIN, DataConfig
+from .encoding.tokenizer import read_tokenizer, tokenizer_facts
+from .prepare import Preparation, Say
+from .selection.arrow import numbers_of
+from .selection.plan import ShardPart
+from .selection.row_units import UNIT_ROWS
+from .selection.scan import scanner
+from .shards.costs import MIB, Costs, peak_memory, read_costs
+from .shards.encode import Encoded, encoding
+from .shards.format import token_dtype
+from .shards.reencode import PlainEncoder, ShardCheck
+from .shards.write import TOKENIZER, write_shard
+from .sources.reader import Piece, SourceReader
+
+PLACES = 16  # from which the sample comes
+PIECES = 2  # at each place
+# Of the selection, by data.dedup: CPU seconds per row, and bytes of memory per row of a unit.
+SELECTION = {"none": (0.3e-6, 150), "exact": (0.5e-6, 220), "near": (3.5e-6, 480)}
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Sample(NamedTuple):
+    """The costs of a part of the sources."""
+
+    stored: int  # bytes
+    rows: int
+    scanning: float  # CPU seconds of workers
+    encoding: float
+    writing: float  # CPU seconds of the main process
+
+
+def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) -> None:
+    """Print the predicted costs of preparation, next to the measured ones if the data are prepared.
+
+    Raises UserError if they cannot be predicted.
+
+    Args:
+        config: the data section of the recipe.
+        machines: number of jobs, each on its own machine.
+        workers: number of processes of each job.
+        say: prints a line for the user.
+    """
+    if config.tokenizer is None:
+        raise UserError(
+            "plan --data cannot train a tokenizer. Set data.train_tokenizer=null and data.tokenizer to a "
+            "tokenizer with about as many pieces",
+            code="forecast",
+        )
+    inputs = planned_inputs(config)
+    total = sum(reader.size for reader in inputs)
+    with tempfile.TemporaryDirectory() as directory:
+        job = Preparation(config.model_copy(update={"dir": Path(directory)}), 1, lambda line: None)
+        job.set_up()
+        sample = _measure(job, inputs, _take_pieces(inputs, total))
+    rows = sample.rows * total / sample.stored
+    say(f"sample: {sample.stored / MIB:,.1f} of {total / MIB:,.1f} MiB; the sources have {rows:,.0f} rows")
+    if unknown := sum(not reader.size for reader in inputs):
+        say(f"note: {counted(unknown, 'input')} of unknown size are left out")
+    if config.limit_rows or config.limit_tokens or any(reader.source.limit for reader in inputs):
+        say("note: the recipe limits the data, so preparation takes less")
+    say(f"on {counted(machines, 'machine')} with {workers} processes each:")
+    measured = read_costs(config.dir)
+    for name, text in _predict(config, sample, total, machines, workers).shown().items():
+        say(f"  {name}: {text}" + ("" if measured is None else f", measured {measured.shown()[name]}"))
+
+
+def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piece, int]]:
+    """Return pieces from all over the sources, with the number of the input, and their stored bytes.
+
+    total: stored bytes of all sources.
+    """
+    ends = np.cumsum([reader.size for reader in inputs])
+    places: set[tuple[int, int]] = set()
+    for place in (np.arange(PLACES) + 0.5) * total / PLACES:
+        number = int(np.searchsorted(ends, place, side="right"))
+        begin = int(place - ends[number]) + inputs[number].size if inputs[number].cuttable else 0
+        places.add((number, begin))
+    pieces = []
+    for number, begin in sorted(places) if total else ():
+        reader = inputs[number]
+        before = begin
+        for piece in islice(reader.pieces(begin), PIECES):
+            after = reader.position() or reader.size
+            pieces.append((number, piece, after - before))
+            before = after
+    if not pieces:
+        raise UserError(
+            "no source of the recipe has a known size and rows, so its costs are unknown", code="forecast"
+        )
+    return pieces
+
+
+def _measure(job: Preparation, inputs: list[SourceReader], pieces: list[tuple[int, Piece, int]]) -> Sample:
+    """Return the costs of the second half of pieces. The first half fills caches."""
+    config = job.config
+    encode = job.encode_settings({"tokenizer": tokenizer_facts(job.new / TOKENIZER)._asdict()}, job.new)
+    items = []
+    for number, piece, _ in pieces:
+        reader = inputs[number]
+        items.append((number, piece, reader.spec, reader.source.weight, reader.split))
+    scanned, scanning = _time(scanner(config, encode.chat), items)
+    parts = []
+    for (number, piece, *_), found in zip(items, scanned, strict=True):
+        usable = numbers_of(found.rows["reason"]) == 0
+        copies = np.where(usable, numbers_of(found.rows["copies"]), np.uint16(0))
+        reader = inputs[number]
+        domain = reader.source.domain_name
+        if piece.payload is not None:
+            parts.append(ShardPart(reader.name, piece.payload, reader.spec, found.check, copies, domain))
+    encoded, encoding_seconds = _time(encoding(encode), parts)
+    plain = PlainEncoder(read_tokenizer(job.new / TOKENIZER)[0], encode.tokenizer)
+    directory = config.dir / TRAIN
+    directory.mkdir()
+
+    def write(later: list[Encoded]) -> None:
+        dtype = token_dtype(encode.tokenizer.vocab_size)
+        write_shard(directory, 0, config, dtype, later, ShardCheck(plain, config, encode.chat))
+
+    _, writing = _time(write, [encoded[len(encoded) // 2 :]])
+    half = len(pieces) // 2
+    stored = sum(size for _, _, size in pieces[half:])
+    rows = sum(found.rows.num_rows for found in scanned[half:])
+    return Sample(stored, rows, scanning, encoding_seconds, writing)
+
+
+def _time(function: Callable[[T], U], items: Sequence[T]) -> tuple[list[U], float]:
+    """Return the results for all items, and the CPU seconds of the second half."""
+    clock = 0.0
+    results = []
+    for number, item in enumerate(items):
+        if number == len(items) // 2:
+            clock = time.process_time()
+        results.append(function(item))
+    return results, time.process_time() - clock
+
+
+def _predict(config: DataConfig, sample: Sample, total: int, machines: int, workers: int) -> Costs:
+    """Return the costs of sources of `total` bytes on each of the machines, from those of a sample."""
+    share = total / sample.stored
+    rows = sample.rows * share
+    seconds, unit = SELECTION[config.dedup]
+    encoding_seconds, writing = sample.encoding * share, sample.writing * share
+    # The main process writes what the workers encode. Without workers it does both.
+    making = max(encoding_seconds / workers, writing) if workers > 1 else encoding_seconds + writing
+    process = peak_memory(1)
+    return Costs(
+        reading=sample.scanning * share / workers / machines,
+        selection=rows * seconds / machines,
+        shards=making / min(machines, config.shards),
+        memory=process * (1 + workers * (workers > 1)) + min(rows, UNIT_ROWS) * unit,
+    )

@@ -1,0 +1,76 @@
+"""Change the rotary position embeddings (RoPE) of a pre-trained model, to extend its context.
+
+The settings are put into the model's configuration, from which Transformers computes the frequencies. The
+types are linear (arXiv 2306.15595), dynamic (theta scaled by the longest position of a batch), yarn (arXiv
+2309.00071) and llama3 (that of Llama 3.1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from emo.common.errors import UserError
+from emo.common.io.weights import DYNAMIC, extended_context
+
+from .config import ROPE_KEYS, RopeConfig
+from .readers import CONTEXT, GLOBAL, LOCAL, LOCAL_THETA
+
+KEPT = ("rope_theta", "partial_rotary_factor")  # settings that do not depend on the type
+MAXIMUM = "max_position_embeddings"
+OURS = ("type", "theta", MAXIMUM, CONTEXT)  # keys of a recipe that are not RoPE's, or have another name
+
+
+def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> PretrainedConfig:
+    """Return the configuration of a model with the RoPE and the context of a recipe, if it has any.
+
+    If the settings differ by layer type, only the layers that attend to all positions change. Raises
+    UserError for a model without RoPE, and for one whose RoPE is scaled already unless the recipe names its
+    original context.
+    """
+    if rope is None:
+        return config
+    text = config.get_text_config()
+    settings = getattr(text, "rope_parameters", None) or {}
+    before = settings.get(GLOBAL) or settings
+    kind = before.get("rope_type", "default")
+    known = "rope_theta" in before and hasattr(text, MAXIMUM) and kind in ("default", *ROPE_KEYS)
+    # transformers 4 reads only longrope for Phi-3, and Falcon may have ALiBi instead of RoPE.
+    if not known or hasattr(text, CONTEXT) or getattr(text, "alibi", False):
+        raise _wrong(f"the RoPE of {text.model_type} models cannot be changed", "Remove model.rope")
+    original = rope.original_max_position_embeddings
+    if rope.type is not None and original is None and kind != "default":
+        raise _wrong(f"the model has RoPE of type {kind} already", f"Remove it, or set model.rope.{CONTEXT}")
+    after: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope.type == "llama3" else {}
+    after |= {key: value for key, value in before.items() if key in KEPT or rope.type in (None, kind)}
+    after["rope_theta"] = rope.theta or before["rope_theta"]
+    maximum = rope.max_position_embeddings
+    if rope.type is not None:
+        original = original or getattr(text, MAXIMUM)
+        # The formula of dynamic RoPE, and `context_length`, expect the original context there.
+        maximum = original if rope.type == DYNAMIC else extended_context(original, rope.model_dump())
+        after["rope_type"] = rope.type
+        after.pop("attention_factor", None)  # it depends on the factor
+        after |= {key: value for key, value in rope if value is not None and key not in OURS}
+        if rope.type in ("yarn", "llama3"):  # the formulas of the others have no such key
+            after[CONTEXT] = original
+    if settings.get(GLOBAL):
+        after = {**settings, GLOBAL: after}
+        if LOCAL_THETA.get(text.model_type, "") is None:  # these families have one theta
+            after[LOCAL] = after[LOCAL] | {"rope_theta": after[GLOBAL]["rope_theta"]}
+    text.rope_parameters = after
+    if maximum is not None:
+        setattr(text, MAXIMUM, maximum)
+    return config
+
+
+def check_rope(model: Any, rope: RopeConfig | None) -> None:
+    """Raise UserError if no layer of a model has the RoPE of a recipe."""
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    if rope is not None and rope.type and not any(f"'{rope.type}'" in repr(kind) for kind in kinds):
+        raise _wrong(f"{model.config.model_type} models ignore the type {rope.type}", "Remove model.rope")
+
+
+def _wrong(problem: str, cure: str) -> UserError:
+    return UserError(f"model.rope: {problem}. {cure}", code="rope")

@@ -1,0 +1,49 @@
+"""The predicted costs of preparation: from what they come, and next to what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emo.__main__ import main
+from emo.data_prep.forecast import print_forecast
+from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
+from tests.helpers.refusals import refused
+
+
+@pytest.mark.parametrize("kind", ["text", "instruct"])
+def test_a_forecast_knows_the_rows_and_what_was_measured(tmp_path: Path, kind: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(250) if kind == "text" else alpaca_rows(250))
+    write_jsonl(tmp_path / "b.jsonl", texts(40) if kind == "text" else alpaca_rows(40))
+    config = data_config(tmp_path, kind=kind, sequence_len=128, sources=[{"files": "*.jsonl"}])
+    lines: list[str] = []
+    print_forecast(config, 2, 3, lines.append)
+    rows = int(lines[0].split()[-2].replace(",", ""))
+    assert 220 < rows < 360 and lines[1] == "on 2 machines with 3 processes each:"
+    assert [line.split()[0] for line in lines[2:]] == [
+        "reading:",
+        "selection:",
+        "shards:",
+        "total:",
+        "memory:",
+    ]
+    assert not any("measured" in line for line in lines) and not config.dir.exists()
+    run(config)
+    print_forecast(config, 2, 3, lines.append)
+    assert sum("measured" in line for line in lines) == 5
+
+
+def test_a_forecast_needs_a_tokenizer(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(50))
+    with refused("forecast"):
+        print_forecast(data_config(tmp_path, tokenizer=None, train_tokenizer=300), 1, 1, print)
+
+
+def test_plan_data_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(50))
+    recipe = tmp_path / "recipe.yaml"
+    places = f"dir: {tmp_path}/out, root: {tmp_path}, tokenizer: {tiny_tokenizer()}"
+    recipe.write_text(f"data: {{{places}, sources: [{{files: a.jsonl}}]}}")
+    assert main(["plan", "--data", str(recipe), "--machines", "2"]) == 0
+    assert "on 2 machines" in capsys.readouterr().out
