@@ -148,7 +148,7 @@ class S3Server:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, cwd=REPO)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             with contextlib.suppress(OSError), urlopen(f"{self.url}/data", timeout=5):
                 return
@@ -164,8 +164,8 @@ class S3Server:
 def s3_server(root: Path, port: int, *faults: float) -> Iterator[S3Server]:
     """Run a server for a block."""
     server = S3Server(root, port, *faults)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.kill()

@@ -20,6 +20,7 @@ from emo.common.io import fsspec_store, objects
 from emo.common.io.lease import Lease, living_users, register_user
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig
+from emo.data_prep.selection import row_units
 from emo.data_prep.shards.format import is_prepared, open_prepared
 from tests.conftest import REPO
 from tests.helpers import object_store
@@ -63,8 +64,9 @@ def on_host(root: Path, mirrors: Path, host: int, hosts: int) -> None:
 
 
 def test_hosts_make_the_same_bytes_while_requests_fail_and_jobs_die(
-    files: Path, tmp_path: Path, root: Path
+    files: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(row_units, "UNIT_ROWS", 40)  # several units of the selection
     object_store.FAULTS.update(share=0.03, pause=0.01)
     others = [FORK.Process(target=on_host, args=(root, tmp_path, host, 3)) for host in (1, 2)]
     for process in others:
@@ -78,6 +80,7 @@ def test_hosts_make_the_same_bytes_while_requests_fail_and_jobs_die(
     assert killed and made == file_bytes(root / "alone")
     left = [path for path in (files / "one/data").rglob("*") if path.is_file()]
     assert not [path for path in left if ".new" in path.parts or path.name == "hashes.json"]
+    assert not [*tmp_path.glob("host-*/bucket/one/data/.new/*/*")]
 
 
 def test_local_copies_follow_the_store(
