@@ -1,7 +1,8 @@
 """`prepare --on ray`: each unit of the scan and each shard is a task that Ray places, runs and repeats.
 
-The process that starts the tasks makes the plan and the manifests. Tasks hold no leases. They communicate by
-files in the directory of the data, like all jobs, so that a later job of any kind continues their work.
+Tasks that select rows share the units by leases, like jobs. Other tasks hold no leases. The process that
+starts the tasks makes the plan and the manifests. Tasks communicate by files in the directory of the data,
+like all jobs, so that a later job of any kind continues their work.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from emo.common.parallel import WorkerPool, set_environment
 
 from .config import DataConfig
 from .prepare import LoadedPlan, Preparation, Say, prepare
+from .selection.row_units import divide_rows
 from .selection.scan import Scan, scanner
+from .selection.select import Selection
 from .shards.format import HASHES, ShardInfo
 
 RETRIES = 20  # of a task whose process or node died, or which met a failure that may pass
@@ -84,6 +87,17 @@ class RayPreparation(Preparation):
             )
         return scan
 
+    def select(self, scan: Scan, first: float, alone: bool = False) -> Selection | None:
+        """Let tasks make the units, one for each CPU at most, and return the selection."""
+        import ray
+
+        units = len(divide_rows([scan.parts[unit.number] for unit in scan.units]))
+        step = -(-units // max(1, int(ray.cluster_resources().get("CPU", 1))))
+        begins = range(0, units, step) if units > 1 else ()
+        for _ in self._run_tasks(_select, begins, units, alone):
+            pass
+        return super().select(scan, first, alone)
+
     def make_shards(self, loaded: LoadedPlan, shards: list[int], hashes: Hashes) -> list[ShardInfo]:
         began = time.perf_counter()
         infos = []
@@ -94,16 +108,19 @@ class RayPreparation(Preparation):
         return infos
 
     def _run_tasks(
-        self, function: Callable[[str, int], Any], numbers: Iterable[int]
+        self, function: Callable[..., Any], numbers: Iterable[int], *arguments: Any
     ) -> Iterator[tuple[int, Any]]:
-        """Yield each number with the result of its task, as they end. Raises UserError of a task."""
+        """Yield each number with the result of its task, as they end. Raises UserError of a task.
+
+        A task calls the function with the configuration, its number and the arguments.
+        """
         import ray
 
         again: Any = [FailureError, OSError]
         options: dict[str, Any] = {"num_cpus": 1, "max_retries": RETRIES, "retry_exceptions": again}
         task = ray.remote(scheduling_strategy="SPREAD", **options)(function)
         config = self.config.model_dump_json()
-        waiting = {task.remote(config, number): number for number in numbers}
+        waiting = {task.remote(config, number, *arguments): number for number in numbers}
         while waiting:
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)
             try:
@@ -143,6 +160,14 @@ def _make_part(config: str, number: int) -> None:
     """In a task: make the part of a unit."""
     scan, pool = _scan(config)
     scan.make_part(scan.units[number], pool, lambda count: None)
+
+
+def _select(config: str, number: int, units: int, alone: bool) -> None:
+    """In a task: select rows together with other tasks, beginning with unit `number`."""
+    scan, _ = _scan(config)
+    forget_listings()
+    if all(map(scan.is_complete, scan.units)):
+        _job(config).select(scan, number / units, alone)
 
 
 def _make_shard(config: str, shard: int) -> ShardInfo:

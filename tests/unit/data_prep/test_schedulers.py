@@ -7,7 +7,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,7 +18,9 @@ import yaml
 
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig
-from emo.data_prep.on_ray import prepare_on_ray
+from emo.data_prep.on_ray import RayPreparation, prepare_on_ray
+from emo.data_prep.prepare import prepare
+from emo.data_prep.selection import row_units
 from emo.data_prep.shards.format import TokenDataset
 from tests.campaigns.kubernetes import Document, installed_kustomize, problems, render
 from tests.conftest import REPO
@@ -147,6 +151,26 @@ def kill_one(prefix: str, killed: list[int]) -> None:
                 killed.append(process.pid)
                 break
         time.sleep(0.005)
+
+
+def test_tasks_share_the_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks that are called in this process instead of by Ray."""
+    config = many_units(tmp_path, "tasks")
+    run(config.model_copy(update={"dir": tmp_path / "alone"}))
+    monkeypatch.setattr(row_units, "UNIT_ROWS", 200)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 3.0}))
+    calls: list[str] = []
+
+    def run_tasks(
+        job: RayPreparation, function: Callable[..., Any], numbers: Iterable[int], *arguments: Any
+    ) -> Iterator[tuple[int, Any]]:
+        for number in numbers:
+            calls.append(function.__name__)
+            yield number, function(job.config.model_dump_json(), number, *arguments)
+
+    monkeypatch.setattr(RayPreparation, "_run_tasks", run_tasks)
+    prepare(config, (0, 1), 1, False, False, lambda line: None, RayPreparation)
+    assert calls.count("_select") == 3 and file_bytes(config.dir) == file_bytes(tmp_path / "alone")
 
 
 def test_tasks_of_ray_make_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
