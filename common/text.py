@@ -62,3 +62,13 @@ def without_secrets(text: str) -> str:
 def publishable(text: str) -> str:
     """Remove secrets, and shorten absolute paths to their last part."""
     return _FOLDERS.sub("", without_secrets(text))
+
+
+def duration(seconds: float) -> str:
+    """Return a time as `45 s`, `12 min`, `3 h 05 min` or `2 d 3 h`."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+    return f"{hours // 24} d {hours % 24} h"

@@ -275,6 +275,9 @@ class DataConfig(Section):
         is_set = {"packing: best_fit": best_fit, "long_doc_tokens": self.long_doc_tokens is not None}
         for key in (key for key, value in is_set.items() if value and self.limit_tokens is not None):
             raise ValueError(f"{key} does not work with limit_tokens. Set limit_rows instead")
+        names = {source.domain_name for split in self.splits for source in self.sources_of(split)}
+        if self.long_doc_tokens is not None and (twice := sorted({name + LONG for name in names} & names)):
+            raise ValueError(f"domain {twice[0]} is also the name of long documents. Rename the domain")
         is_set["min_doc_tokens"] = self.min_doc_tokens is not None
         for key in (key for key, value in is_set.items() if value and self.kind == "instruct"):
             raise ValueError(f"{key} is for documents, and kind is instruct. Remove it")

@@ -41,7 +41,7 @@ U = TypeVar("U")
 class Sample(NamedTuple):
     """The costs of a part of the sources."""
 
-    stored: int  # bytes
+    stored: float  # bytes
     rows: int
     scanning: float  # CPU seconds of workers
     encoding: float
@@ -72,18 +72,20 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
         job.set_up()
         sample = _measure(job, inputs, _take_pieces(inputs, total))
     rows = sample.rows * total / sample.stored
-    say(f"sample: {sample.stored / MIB:,.1f} of {total / MIB:,.1f} MiB; the sources have {rows:,.0f} rows")
+    read = f"{sample.stored / MIB:,.1f} of {total / MIB:,.1f} MiB"
+    say(f"sample: {read}; the sources have about {rows:,.0f} rows")
     if unknown := sum(not reader.size for reader in inputs):
         say(f"note: {counted(unknown, 'input')} of unknown size are left out")
     if config.limit_rows or config.limit_tokens or any(reader.source.limit for reader in inputs):
         say("note: the recipe limits the data, so preparation takes less")
-    say(f"on {counted(machines, 'machine')} with {workers} processes each:")
+    processes = f"{workers} processes each, which need seconds to start"
+    say(f"on {counted(machines, 'machine')} with {processes}:")
     measured = read_costs(config.dir)
     for name, text in _predict(config, sample, total, machines, workers).shown().items():
         say(f"  {name}: {text}" + ("" if measured is None else f", measured {measured.shown()[name]}"))
 
 
-def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piece, int]]:
+def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piece, float]]:
     """Return pieces from all over the sources, with the number of the input, and their stored bytes.
 
     total: stored bytes of all sources.
@@ -97,11 +99,11 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
     pieces = []
     for number, begin in sorted(places) if total else ():
         reader = inputs[number]
-        before = begin
-        for piece in islice(reader.pieces(begin), PIECES):
-            after = reader.position() or reader.size
-            pieces.append((number, piece, after - before))
-            before = after
+        found = list(islice(reader.pieces(begin), PIECES))
+        # Compressed files are read ahead, so the stored bytes are divided by the lengths of the pieces.
+        stored = (reader.position() or reader.size) - begin
+        length = sum(piece.extent.length for piece in found)
+        pieces += [(number, piece, stored * piece.extent.length / length) for piece in found]
     if not pieces:
         raise UserError(
             "no source of the recipe has a known size and rows, so its costs are unknown", code="forecast"
@@ -109,7 +111,7 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
     return pieces
 
 
-def _measure(job: Preparation, inputs: list[SourceReader], pieces: list[tuple[int, Piece, int]]) -> Sample:
+def _measure(job: Preparation, inputs: list[SourceReader], pieces: list[tuple[int, Piece, float]]) -> Sample:
     """Return the costs of the second half of pieces. The first half fills caches."""
     config = job.config
     encode = job.encode_settings({"tokenizer": tokenizer_facts(job.new / TOKENIZER)._asdict()}, job.new)

@@ -32,9 +32,10 @@ from pathlib import Path
 from emo.common.cli.commands import Parser, add_recipe, announce, parse_arguments
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of, one_line
+from emo.common.text import duration
 from emo.pipeline.cli import is_first_of_host, leave, quieten, silence_libraries
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.monitor.console import Chatter, Console, Kind, duration, split_output
+from emo.pipeline.monitor.console import Chatter, Console, Kind, split_output
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from emo.common.io.files import write_text
 from emo.common.io.mirror import refresh
+from emo.common.text import duration
 
 FILES = "costs-*.json"  # one of each job
 MIB = 1 << 20
@@ -27,9 +28,9 @@ class Costs(NamedTuple):
 
     def shown(self) -> dict[str, str]:
         """Return the costs as text by name."""
-        hours = self._asdict() | {"total": sum(self[:3])}
-        memory = hours.pop("memory") / MIB
-        texts = {name: f"{seconds / 3600:.3g} h" for name, seconds in hours.items()}
+        stages = self._asdict() | {"total": sum(self[:3])}
+        memory = stages.pop("memory") / MIB
+        texts = {name: duration(seconds) for name, seconds in stages.items()}
         return texts | {"memory": f"{memory:,.0f} MiB"}
 
 

@@ -310,7 +310,7 @@ def make_manifest(config: DataConfig, summary: Summary, split: str, infos: list[
     facts = TokenizerFacts(**summary["tokenizer"])
     total = totals(infos)
     if not total["rows"]:
-        raise _no_rows_error(config, split)
+        raise _no_rows_error(config, split, sum(info.counts.get(SHORT, 0) for info in infos))
     domains = [
         DomainCounts(
             name=name, **totals(part for info in infos for part in info.domains if part.name == name)
@@ -341,11 +341,15 @@ def make_manifest(config: DataConfig, summary: Summary, split: str, infos: list[
     )
 
 
-def _no_rows_error(config: DataConfig, split: str) -> UserError:
+def _no_rows_error(config: DataConfig, split: str, short: int) -> UserError:
+    """Return the reason why a split has no rows. short: documents below data.min_doc_tokens."""
     rows = "training" if split == TRAIN else split.replace(f"{VALIDATION}-", f"{VALIDATION} ")
     if config.kind == "instruct":
         problem = f"no {rows} example has a response within data.sequence_len={config.sequence_len} tokens"
         advice = "Set a larger value"
+    elif short:
+        problem = f"data.min_doc_tokens={config.min_doc_tokens} leaves no {rows} row of {short:,} documents"
+        advice = "Set a smaller value"
     else:
         problem = f"the {rows} data are less than one block of {config.sequence_len} tokens in every shard"
         fewer = " or fewer data.shards" if config.shards > 1 else ""

@@ -146,7 +146,12 @@ class PositionTask(LengthTask):
         encoded = [text_ids(tokenizer, text, verbose=False)[:longest] for text in self.load()]
         *_, last = [1, *_powers(FIRST_BIN, longest - 1)]
         if not (long := [ids for ids in encoded if len(ids) > last]):
-            cure = f"Set --max_tokens={max(map(len, encoded))} or less, or use longer texts"
+            shorter = max(map(len, encoded))
+            cure = (
+                f"Set --max_tokens={shorter} or less, or use longer texts"
+                if shorter > 1
+                else "Use longer texts"
+            )
             raise UserError(f"{self.path} has no text of more than {last} tokens. {cure}", code="no-text")
         chosen = enumerate(evenly_spaced(long, limit))
         return [{"id": number, "gold": "", "group": "", "ids": np.array(ids)} for number, ids in chosen]

@@ -39,9 +39,15 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     # transformers 4 reads only longrope for Phi-3, and Falcon may have ALiBi instead of RoPE.
     if not known or hasattr(text, CONTEXT) or getattr(text, "alibi", False):
         raise _wrong(f"the RoPE of {text.model_type} models cannot be changed", "Remove model.rope")
+    if rope.type == DYNAMIC and settings.get(GLOBAL):  # which transformers computes from earlier batches too
+        problem = f"{text.model_type} models have RoPE by layer type, which does not go with type dynamic"
+        raise _wrong(problem, "Use another type")
     original = rope.original_max_position_embeddings
     if rope.type is not None and original is None and kind != "default":
         raise _wrong(f"the model has RoPE of type {kind} already", f"Remove it, or set model.rope.{CONTEXT}")
+    if rope.type is None and rope.max_position_embeddings and kind != "default":
+        problem = f"the model has RoPE of type {kind}, whose factor sets its context"
+        raise _wrong(problem, f"Replace model.rope.{MAXIMUM} by type, factor and {CONTEXT}")
     after: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope.type == "llama3" else {}
     after |= {key: value for key, value in before.items() if key in KEPT or rope.type in (None, kind)}
     after["rope_theta"] = rope.theta or before["rope_theta"]
@@ -63,6 +69,12 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     if maximum is not None:
         setattr(text, MAXIMUM, maximum)
     return config
+
+
+def is_scaled(config: PretrainedConfig) -> bool:
+    """Return whether the RoPE of a model's full attention is scaled."""
+    settings = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return (settings.get(GLOBAL) or settings).get("rope_type", "default") != "default"
 
 
 def check_rope(model: Any, rope: RopeConfig | None) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from emo.common.text import printable, without_secrets
+from emo.common.text import duration, printable, without_secrets
 
 from ..control.output import receive_stdout
 from ..control.run_dir import LOG
@@ -93,16 +93,6 @@ class Progress:
         first = min(due.values(), default=self.steps)
         names = " and ".join(name for name, step in due.items() if step == first)
         return "  ".join([*parts, f"{names} at {first:,}"] if first < self.steps else parts)
-
-
-def duration(seconds: float) -> str:
-    """Return a time as `45 s`, `12 min`, `3 h 05 min` or `2 d 3 h`."""
-    if seconds < 59.5:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours < 48:
-        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
-    return f"{hours // 24} d {hours % 24} h"
 
 
 class Console(logging.Handler):

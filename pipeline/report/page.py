@@ -15,10 +15,10 @@ from emo.common.io.untrusted import number
 from emo.common.report.document import Cell, Document, Fold, Items, Quote, ReportSection, Row, Table, drawn
 from emo.common.report.figure import Curve, Curves, Figure, Points, choose_series, finite_points, mean_points
 from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe_effects, formatted, join_words
+from emo.common.text import duration
 
 from ..checkpoint.config import TASK
 from ..control.run_dir import EXPORT
-from ..monitor.console import duration
 from ..monitor.documents import Change
 from .runs import KILLED, KL, Gain, RecordedRun, compute_gains, describe_end
 

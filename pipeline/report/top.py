@@ -11,12 +11,11 @@ from pathlib import Path
 from emo.common.errors import UserError
 from emo.common.io.untrusted import number
 from emo.common.report.numbers import DASH, formatted
-from emo.common.text import counted, printable
+from emo.common.text import counted, duration, printable
 from emo.data_prep.shards.progress import describe_progress, is_data_directory
 
 from ..control.heartbeat import find_late_rank, read_ranks
 from ..control.run_dir import ALIVE, ENDED, RANKS, read_heartbeat
-from ..monitor.console import duration
 
 HEAD = ("rank", "host", "doing", "step", "age", "alone", "memory", "temperature")
 FIGURES = {"seconds": "{:.3g} s", "memory_gib": "{:.1f} GiB", "temperature": "{:.0f} C"}

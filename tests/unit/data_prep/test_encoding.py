@@ -139,6 +139,17 @@ def test_best_fit_cuts_only_documents_longer_than_a_row(tmp_path: Path) -> None:
     for wrong in ({"kind": "instruct"}, {"limit_tokens": 100}):
         with pytest.raises(UserError, match="packing: best_fit"):
             data_config(tmp_path, packing="best_fit", **wrong)
+    with pytest.raises(UserError, match="domain web-long"):
+        data_config(tmp_path, sources=[source, source | {"domain": "web-long"}], long_doc_tokens=120)
+    with refused("no-rows") as error:
+        prepared(
+            tmp_path,
+            dir=str(tmp_path / "none"),
+            sources=[source],
+            shards=1,
+            **options | {"min_doc_tokens": 999},
+        )
+    assert "min_doc_tokens" in str(error.value)
 
 
 # --- masks ------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ def test_a_forecast_knows_the_rows_and_what_was_measured(tmp_path: Path, kind: s
     lines: list[str] = []
     print_forecast(config, 2, 3, lines.append)
     rows = int(lines[0].split()[-2].replace(",", ""))
-    assert 220 < rows < 360 and lines[1] == "on 2 machines with 3 processes each:"
+    assert 220 < rows < 360 and lines[1].startswith("on 2 machines with 3 processes each")
     assert [line.split()[0] for line in lines[2:]] == [
         "reading:",
         "selection:",
@@ -47,3 +49,12 @@ def test_plan_data_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     recipe.write_text(f"data: {{{places}, sources: [{{files: a.jsonl}}]}}")
     assert main(["plan", "--data", str(recipe), "--machines", "2"]) == 0
     assert "on 2 machines" in capsys.readouterr().out
+
+
+def test_a_small_compressed_file_has_a_forecast(tmp_path: Path) -> None:
+    """It is read in one go, so that later pieces take no stored bytes."""
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts(400) * 20)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    lines: list[str] = []
+    print_forecast(data_config(tmp_path, sources=[{"files": "a.jsonl.gz"}]), 1, 2, lines.append)
+    assert int(lines[0].split()[-2].replace(",", "")) > 400

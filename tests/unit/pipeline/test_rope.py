@@ -17,7 +17,7 @@ from emo.data_prep.config import load_data_config
 from emo.pipeline.config import load_config
 from emo.pipeline.model.build import load_pretrained, model_config
 from emo.pipeline.model.config import ModelConfig, RopeConfig
-from emo.pipeline.model.rope import check_rope, extend_rope
+from emo.pipeline.model.rope import check_rope, extend_rope, is_scaled
 from emo.pipeline.model.teacher import teacher_config
 from tests.helpers.exporting import write
 from tests.helpers.families import FAMILIES, family, tiny_llama
@@ -142,6 +142,8 @@ def test_layers_with_a_window_keep_their_rope() -> None:
     nested = model_config(settings, online=False)
     assert nested.rope_parameters["sliding_attention"]["rope_type"] == "default"
     check_rope(AutoModelForCausalLM.from_config(nested), linear)
+    with refused("rope"):
+        model_config(settings.model_copy(update={"rope": rope(**ROPES["dynamic"])}), online=False)
     olmo = extend_rope(family("olmo3").config, rope(theta=1e6)).rope_parameters  # one theta in transformers 4
     assert {part["rope_theta"] for part in olmo.values()} == {1e6}
 
@@ -156,3 +158,6 @@ def test_a_scaled_model_needs_its_original_context(model: Path, tmp_path: Path) 
     other = load(tmp_path, type="linear", factor=2, original_max_position_embeddings=CONTEXT).config
     assert other.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
     assert load(tmp_path, theta=1e6).config.rope_parameters["rope_type"] == "yarn"
+    with refused("rope"):  # its factor sets the context
+        load(tmp_path, theta=1e6, max_position_embeddings=512)
+    assert is_scaled(other) and not is_scaled(load_model_config(model))
