@@ -93,7 +93,7 @@ def _component(tree: dict[str, Any]) -> str | None:
 def _call(command: list[str], environment: dict[str, str] | None = None, text: str | None = None) -> str:
     """Return the output of a scheduler's client. Raises UserError if it is missing or rejects the job."""
     try:
-        done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, input=text, capture_output=True, encoding="utf-8")
     except FileNotFoundError:
         problem = f"{command[0]} is not on PATH. Install it, or run on a host that has it"
         raise UserError(problem, code="submission") from None
