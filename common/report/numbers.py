@@ -99,6 +99,8 @@ def describe_effects(effects: Sequence[Effect], verbs: Verbs, unit: str, form: s
     groups = {kind: [e for e in known if e.direction == kind] for kind in verbs}
     if len(effects) > FEW:
         counts = [f"{len(group)} {verbs[kind][len(group) > 1]}" for kind, group in groups.items() if group]
+        if unknown := len(effects) - len(known):
+            counts.append(f"{unknown} without an interval")
         best = max(effects, key=lambda e: e.value)
         return f"{join_words(counts)}. Best: {describe_effects([best], verbs, unit, form)}"
     clauses = []

@@ -22,7 +22,7 @@ from emo.common.report.document import (
     drawn,
 )
 from emo.common.report.figure import Curve, Curves, Figure, choose_series, mean_points
-from emo.common.report.numbers import DASH, Effect
+from emo.common.report.numbers import COMPARED, DASH, Effect, describe_effects
 from emo.common.text import printable
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused
@@ -102,3 +102,14 @@ def test_where_a_report_is_written(
     assert report.write("-", names) is None and capsys.readouterr().out == report.markdown()
     with refused("report-out"):
         report.write("x.pdf", names)
+
+
+def test_many_effects_without_intervals_are_counted() -> None:
+    effects = [
+        Effect(name, None, 0, value, math.nan, math.nan)
+        for name, value in zip("abcdef", range(6), strict=True)
+    ]
+    known = Effect("g", None, 1, 9.0, 8.0, 10.0)
+    text = describe_effects([*effects, known], COMPARED, "points")
+    assert text.startswith("1 ") and "6 without an interval" in text and "Best: g" in text
+    assert describe_effects(effects, COMPARED, "points").startswith("6 without an interval")
