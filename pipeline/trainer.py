@@ -445,7 +445,8 @@ class Trainer:
         with self.lock.activity("validating"):
             for name, rows in self.validation.items():
                 max_rows = self.config.train.eval_rows
-                result = measure_set(self.engine, self.losses, rows, max_rows, self.bases.get(name))
+                with self.console.waiting(f"validating {name}"):
+                    result = measure_set(self.engine, self.losses, rows, max_rows, self.bases.get(name))
                 self.metrics.record_validation(self.state, name, *result)
                 measured[name] = result[0]
         self.metrics.exclude_pause()

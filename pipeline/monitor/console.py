@@ -28,6 +28,7 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
+from emo.common.cli.progress import show_activity
 from emo.common.text import duration, printable, without_secrets
 
 from ..control.output import receive_stdout
@@ -178,6 +179,11 @@ class Console(logging.Handler):
     def compiling(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which Python's `print` goes to the log too."""
         return contextlib.redirect_stdout(self.chatter.stream) if self.chatter else contextlib.nullcontext()
+
+    def waiting(self, label: str) -> contextlib.AbstractContextManager[object]:
+        """Return a context that prints a line every few seconds, if this console prints progress as lines."""
+        shown = self.kind == "lines" and self.level <= logging.INFO
+        return show_activity(label) if shown else contextlib.nullcontext()
 
     def close(self) -> None:
         """Remove the progress line."""

@@ -65,7 +65,7 @@ output_dir: runs/mine
 data: {{dir: data/mine, tokenizer: {MODEL}, sequence_len: 64, shards: 1, validation_fraction: 0.1,
        sources: [{{files: notes/*.jsonl}}]}}
 model: {{path: {MODEL}, dtype: float32}}
-train: {{max_steps: 4, global_batch_size: 4, micro_batch_size: 2, save_steps: 2, export_checkpoints: true}}
+train: {{max_steps: 4, global_batch_size: 8, micro_batch_size: 1, save_steps: 2, export_checkpoints: true}}
 """
 TUNED = RECIPE.replace("mine", "tuned").replace("{dir", "{kind: instruct, dir").replace("notes/*", "answers")
 RECIPES = {"recipe.yaml": RECIPE, "mine.yaml": RECIPE, "tuned.yaml": TUNED}

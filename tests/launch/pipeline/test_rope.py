@@ -23,7 +23,7 @@ PROBE = torch.arange(128)[None]
 
 
 def test_a_model_with_a_longer_context_trains_resumes_and_exports(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, data={"sequence_len": 128}, save_steps=2, max_steps=4)
+    recipe = tiny_recipe(tmp_path, data={"sequence_len": 128}, save_steps=2, max_steps=4, async_save=False)
     base = tmp_path / "base"
     tiny_llama(384, num_hidden_layers=2, max_position_embeddings=32).save_pretrained(base)
     shutil.copytree(tmp_path / "data/tokenizer", base, dirs_exist_ok=True)
