@@ -1,4 +1,4 @@
-"""Safe text: escapes for terminals and Markdown, and removal of secrets."""
+"""Text for users: counts, durations, escapes for terminals and Markdown, and removal of secrets."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
     """Run one job here, or all jobs on a scheduler."""
     if args.on is not None and (args.shard != (0, 1) or args.finish or (args.force and args.on != "ray")):
-        problem = "--on excludes --shard and --finish, and except for Ray also --force"
+        problem = "--on cannot be combined with --shard or --finish, and only --on ray with --force"
         raise UserError(f"{problem}. Remove them", code="options-clash")
     if args.on in ("slurm", "kubernetes"):
         _submit(args, config)

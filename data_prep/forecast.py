@@ -78,7 +78,7 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
         say(f"note: {counted(unknown, 'input')} of unknown size are left out")
     if config.limit_rows or config.limit_tokens or any(reader.source.limit for reader in inputs):
         say("note: the recipe limits the data, so preparation takes less")
-    processes = f"{workers} processes each, which need seconds to start"
+    processes = f"{workers} processes each, without the seconds that they take to start"
     say(f"on {counted(machines, 'machine')} with {processes}:")
     measured = read_costs(config.dir)
     for name, text in _predict(config, sample, total, machines, workers).shown().items():

@@ -48,7 +48,7 @@ from emo.common.io.files import (
 )
 from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
 from emo.common.io.mirror import refresh
-from emo.common.io.objects import address_of, in_store, is_there
+from emo.common.io.objects import address_of, existed_recently, in_store
 from emo.common.parallel import WorkerPool
 from emo.common.text import counted
 
@@ -327,7 +327,7 @@ class Preparation:
         plan = self.config.dir / PLAN
         scan = self.open_scan()
         with self.stopwatch.time("reading"):
-            scan.run(first, self.workers, lambda: not alone and is_there(plan), self.say)
+            scan.run(first, self.workers, lambda: not alone and existed_recently(plan), self.say)
         return scan
 
     def open_scan(self) -> Scan:
@@ -341,13 +341,13 @@ class Preparation:
         Returns None if another job has finished the plan. first, alone: see `scan`.
         """
         plan = self.config.dir / PLAN
-        if not alone and is_there(plan):
+        if not alone and existed_recently(plan):
             return None
         refresh(self.new / SCAN, ["*.parquet"])
         parts = [scan.parts[unit.number] for unit in scan.units]
         selection = Selection(self.config, scan.inputs, parts, self.new)
         with self.stopwatch.time("selection"):
-            done = selection.run(first, lambda: not alone and is_there(plan), self.say)
+            done = selection.run(first, lambda: not alone and existed_recently(plan), self.say)
         return selection if done else None
 
     def make_plan(self, scan: Scan, selection: Selection | None) -> None:

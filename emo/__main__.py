@@ -176,9 +176,9 @@ def _top_parser() -> argparse.ArgumentParser:
 def all_parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command, in the order of `emo --help`, without importing heavy libraries.
 
-    `report` is two commands: "report RUN_DIR" and "report RESULTS", and so is `plan`: "plan" and
-    "plan --data". Commands of packages that are not
-    installed are left out. Parsers have the attributes `examples` and `exit_codes`.
+    `report` is two commands: "report RUN_DIR" and "report RESULTS". `plan` is two as well: "plan" and
+    "plan --data". Commands of packages that are not installed are left out. Parsers have the attributes
+    `examples` and `exit_codes`.
     """
     from emo.data_prep import cli as data
     from emo.eval import cli as evaluation
@@ -190,16 +190,21 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
     for parser in (data.make_parser(), training.make_parser(), evaluation.make_parser()):
         for commands in (action.choices for action in parser._actions if isinstance(action.choices, dict)):
             for name, command in commands.items():
-                forms = {a.metavar for a in command._actions if name == "report" and a.nargs == "+"}
-                forms |= {
-                    "--data" for a in command._actions if name == "plan" and a.dest == "data" and a.required
-                }
-                (form,) = forms or {""}
-                parsers[f"{name} {form}".strip()] = command
+                parsers[f"{name} {_form_of(name, command)}".strip()] = command
     if has_experiments():
         # Imported by name, as for a command: experiments imports this module.
         parsers |= importlib.import_module(SWEEPS.partition(":")[0]).make_parsers()
     return {name: parsers[name] for key in COMMANDS for name in parsers if name.split()[0] == key}
+
+
+def _form_of(name: str, command: argparse.ArgumentParser) -> str:
+    """Return what tells a command from another of the same name, or an empty string."""
+    for action in command._actions:
+        if name == "report" and action.nargs == "+":
+            return str(action.metavar)
+        if name == "plan" and action.dest == "data" and action.required:
+            return "--data"
+    return ""
 
 
 def has_experiments() -> bool:

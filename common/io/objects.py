@@ -96,13 +96,13 @@ def describe_recently(path: Path) -> dict[str, Any] | None:
     return files.get(path.name)
 
 
-def is_there(path: Path) -> bool:
+def existed_recently(path: Path) -> bool:
     """Return whether a file exists or, if it belongs to a store, existed a moment ago."""
     return describe_recently(path) is not None if in_store(path) else path.is_file()
 
 
 def forget_listings() -> None:
-    """Let `describe_recently` and `is_there` ask the store again."""
+    """Let `describe_recently` and `existed_recently` ask the store again."""
     _listings.clear()
 
 

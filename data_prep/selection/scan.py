@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from emo.common.cli.progress import progress
 from emo.common.errors import UserError
 from emo.common.io.files import part_file
-from emo.common.io.objects import in_store, is_there, locate
+from emo.common.io.objects import existed_recently, in_store, locate
 from emo.common.parallel import WorkerPool
 
 from ..config import FORMAT, DataConfig, settings
@@ -214,7 +214,7 @@ class Scan:
         """Return whether the part of a unit exists, made from the current sources."""
         if unit.number not in self.parts:
             path = self._path(unit)
-            part = read_part(path, self._keys[unit.number]) if is_there(path) else None
+            part = read_part(path, self._keys[unit.number]) if existed_recently(path) else None
             if part is not None:
                 self.parts[unit.number] = part
         return unit.number in self.parts

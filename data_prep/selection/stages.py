@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from emo.common.io.mirror import refresh
-from emo.common.io.objects import is_there
+from emo.common.io.objects import existed_recently
 
 from .buckets import Chunk, read_buckets, write_buckets
 from .compare import find_copies, nodes_of, rows_of
@@ -86,13 +86,13 @@ class Stages:
             len(paths),
             self._first,
             directory,
-            lambda number: is_there(paths[number]) or self._ended(),
+            lambda number: existed_recently(paths[number]) or self._ended(),
             lambda number: write_buckets(paths[number], buckets or len(self.units), chunks(number)),
             lambda count, job: self._say(
                 f"waiting for {count} units of the selection; other jobs make them: {job}"
             ),
         )
-        if not all(map(is_there, paths)):
+        if not all(map(existed_recently, paths)):
             raise EndedError
         refresh(directory, [f"*.{self._key}"])
         return paths

@@ -125,13 +125,18 @@ def share(
     return f"exit codes {codes}, {killed} killed, {time.monotonic() - began:.0f} s"
 
 
+def prepare_alone(directory: Path) -> tuple[Path, dict[str, bytes]]:
+    """Return a recipe, and the files that one job makes of it in a file system."""
+    recipe = write_recipe(directory)
+    assert start(recipe, str(directory / "alone"), {}).wait() == 0
+    return recipe, content(directory / "alone")
+
+
 def s3(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     if not has("s3fs"):
         show("s3", "everything", "skipped: needs s3fs", True)
         return
-    recipe = write_recipe(directory)
-    assert start(recipe, str(directory / "alone"), {}).wait() == 0
-    expected = content(directory / "alone")
+    recipe, expected = prepare_alone(directory)
     cases: list[tuple[str, tuple[float, ...], int, bool]] = [
         ("a good server", (), 0, False),
         ("5 % of requests fail", (0.05,), 0, False),
@@ -222,9 +227,7 @@ def ray(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     if not has("ray"):
         show("ray", "everything", "skipped: needs ray", True)
         return
-    recipe = write_recipe(directory)
-    assert start(recipe, str(directory / "alone"), {}).wait() == 0
-    expected = content(directory / "alone")
+    recipe, expected = prepare_alone(directory)
     for number, (workers, kills) in enumerate([(2, 0), (4, 0), *[(4, 2 + i) for i in range(args.trials)]]):
         target = directory / f"ray-{number}"
         job = start(recipe, str(target), {}, "--on", "ray", "--workers", str(workers))
