@@ -126,11 +126,11 @@ def worker(contestant: str, steps: int, directory: Path) -> None:
 def _ours(config: RunConfig, world: World, clock: Clock) -> None:
     from deepspeed import DeepSpeedEngine
 
-    from emo.pipeline import trainer as train
     from emo.pipeline.batches.loader import Loader
     from emo.pipeline.control.stop import SignalWatch
     from emo.pipeline.engine.engine import Engine
     from emo.pipeline.monitor.console import Console
+    from emo.pipeline.trainer import Trainer
 
     @contextlib.contextmanager
     def ticking(validates: bool = False) -> Iterator[None]:
@@ -139,11 +139,11 @@ def _ours(config: RunConfig, world: World, clock: Clock) -> None:
         yield
 
     within(Engine, "train_step", ticking)
-    within(train, "evaluate", lambda: ticking(validates=True))
+    within(Trainer, "validate", lambda: ticking(validates=True))
     for name in ("forward", "backward", "step"):
         within(DeepSpeedEngine, name, lambda: clock.counted(-1))
     within(Loader, "_read", lambda: clock.counted(1))
-    train.Trainer(config, world, SignalWatch(), Console("quiet")).run()
+    Trainer(config, world, SignalWatch(), Console("quiet")).run()
 
 
 def _bare(config: RunConfig, world: World, clock: Clock) -> None:
