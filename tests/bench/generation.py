@@ -29,12 +29,13 @@ from tests.bench import common
 PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2
 BATCHED, TRANSFORMERS, FORWARD = 5.0, 1.0, 0.8  # targets
 TEXTS = 5  # continuations of a prefix
-MODELS = {"stories260K": 8, "llama-21M": 4}  # and prefixes that one by one is measured on
+RANDOM = "llama-21M"
+MODELS = {"stories260K": 8, RANDOM: 4}  # and prefixes that one by one is measured on
 
 
 def load(name: str) -> Any:
     """A real model of 260,000 parameters, or a random one of 21 million."""
-    if name == "llama-21M":
+    if name == RANDOM:
         return common.random_llama(32000, 2048)
     path = common.SHARED / "models" / name
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -116,6 +117,9 @@ def main() -> int:
     rounds, tokens = (1, 20) if args.quick else (args.rounds, TOKENS)
     report = common.Report("generation")
     for name in args.models:
+        if name != RANDOM and not (common.SHARED / "models" / name).is_dir():
+            report.note(f"{name} skipped: not in {common.SHARED}/models; set SHARED_DATA")
+            continue
         for part in args.parts:
             PARTS[part](report, name, rounds, tokens)
     return report.finish(rounds=rounds, tokens=tokens, prefixes=PREFIXES, texts=TEXTS)
