@@ -99,8 +99,9 @@ def test_dynamic_frequencies_do_not_depend_on_earlier_rows(model: Path) -> None:
 
 
 def test_dynamic_frequencies_of_a_layer_type_do_not_either(tmp_path: Path) -> None:
-    types = {"full_attention": {"rope_type": "dynamic", "factor": 4.0}, "sliding_attention": {"rope_type": "default"}}
-    settings = {"rope_parameters": {name: part | {"rope_theta": 1e4} for name, part in types.items()}}
+    theta = {"rope_theta": 1e4}
+    types = {"full_attention": theta | {"rope_type": "dynamic", "factor": 4.0}}
+    settings = {"rope_parameters": types | {"sliding_attention": theta | {"rope_type": "default"}}}
     family("gemma3_text-layers", max_position_embeddings=CONTEXT, **settings).save_pretrained(tmp_path)
     used, fresh = (load_causal_lm(tmp_path).model.eval() for _ in range(2))
     with torch.no_grad():
