@@ -18,7 +18,7 @@ from .models.base import Say
 from .models.model import EvaluatedModel
 from .report.gather import Report
 from .report.page import FILES, document
-from .results.directory import TaskResult, find_model, read_models
+from .results.directory import MODELS, TaskResult, find_model, read_models
 from .results.store import STORE, lease
 
 
@@ -58,6 +58,8 @@ def _evaluate(evaluation: Evaluation, number: int) -> list[str]:
 
 def read_results(name: str, tasks: Sequence[Task | ForeignTask], out: Path) -> list[TaskResult] | None:
     """Return the results of a model, or None if a task has none yet."""
+    if not (out / MODELS / name).is_dir():
+        return None
     results = find_model(read_models([out]), name).all_results
     return [results[task.name] for task in tasks] if all(task.name in results for task in tasks) else None
 
