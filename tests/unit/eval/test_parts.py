@@ -105,5 +105,3 @@ def test_tasks_of_ray_give_the_same_results(world: Path, alone: dict[str, Any], 
     code, printed, _ = command(*options(world, tmp_path / "out", "--on", "ray"))
     assert code == 0 and printed.count("  n 12") == 2 and (tmp_path / "out/report.html").exists()
     assert results(tmp_path / "out") == alone
-    code, _, error = command(*options(world, tmp_path / "out", "--on", "ray", "--data", str(tmp_path)))
-    assert code == 2 and "[no-task-data]" in error.splitlines()[-1]
