@@ -11,12 +11,12 @@ from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import Hashes
 from emo.common.io.untrusted import read_json
 
-from .config import FORMAT, DataConfig, describe_differences, differences
+from .config import FORMAT, SETTINGS, DataConfig, describe_differences, differences
 from .encoding.chat_templates import ChatTemplate, read_template
 from .encoding.tokenizer import TokenizerFacts, chat_template, tokenizer_facts
 from .selection.plan import Plan
 from .shards.format import MANIFEST
-from .shards.write import SETTINGS, TOKENIZER
+from .shards.write import TOKENIZER
 from .sources.files import AGAIN
 from .sources.inputs import open_inputs
 from .sources.reader import SourceReader

@@ -13,15 +13,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the pa
 
 from emo.common.cli.commands import Parser, add_recipe, announce, parse_arguments, parse_shard
 from emo.common.cli.progress import make_console
-from emo.common.cli.submit import apply_job, submit_array
+from emo.common.cli.submit import add_schedulers, apply_job, check_schedulers, submit_array
 from emo.common.config.recipe import Section, read_recipe
 from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
 from emo.common.io.objects import address_of, local_directory
 from emo.common.text import counted, printable
 
 from .config import DataConfig, load_data_config
-
-SCHEDULERS = ("ray", "slurm", "kubernetes")
 
 
 def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> int:
@@ -94,12 +92,9 @@ def _add_prepare(commands: Any, section: type[Section]) -> None:
     add("--workers", type=_positive, metavar="N", help="number of processes (all CPUs)")
     add("--finish", action="store_true", help="only write the manifests of existing shards")
     add("--force", action="store_true", help="delete the prepared data and start from scratch")
-    text = "run as tasks of Ray, at RAY_ADDRESS or on this machine, or submit a Slurm or Kubernetes job"
-    add("--on", choices=SCHEDULERS, help=text)
+    add_schedulers(add)
     text = "number of jobs of --on slurm or --on kubernetes (%(default)s)"
     add("--jobs", type=_positive, default=4, metavar="N", help=text)
-    text = "kustomize directory of --on kubernetes, for example a copy of launch/k8s/overlays/cluster"
-    add("--overlay", type=Path, metavar="DIR", help=text)
 
 
 def _add_plan(commands: Any, section: type[Section]) -> None:
@@ -168,9 +163,9 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 
 def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
     """Run one job here, or all jobs on a scheduler."""
-    if args.on is not None and (args.shard != (0, 1) or args.finish or (args.force and args.on != "ray")):
-        problem = "--on cannot be combined with --shard or --finish, and only --on ray with --force"
-        raise UserError(f"{problem}. Remove them", code="options-clash")
+    check_schedulers(args)
+    if args.on in ("slurm", "kubernetes") and args.force:
+        raise UserError(f"--on {args.on} cannot be combined with --force. Remove it", code="options-clash")
     if args.on in ("slurm", "kubernetes"):
         _submit(args, config)
         return
@@ -190,19 +185,17 @@ def _submit(args: argparse.Namespace, config: DataConfig) -> None:
     """Submit the jobs of a preparation to Slurm or Kubernetes."""
     if args.on == "slurm":
         words = [str(args.recipe), *args.overrides]
-        array, last = submit_array("prepare.sbatch", words, args.jobs, args.workers)
+        options = ["--cpus-per-task", str(args.workers)] if args.workers else []
+        array, last = submit_array("prepare.sbatch", words, args.jobs, options)
         _say(f"submitted: job {array} of {counted(args.jobs, 'task')}, then job {last} completes the data")
         _say(f"train after it: sbatch --dependency afterok:{last} launch/slurm/train.sbatch ...")
         _say(f"see its progress: emo top {address_of(config.dir) or config.dir}")
         return
-    if args.overlay is None:
-        raise UserError("--on kubernetes needs --overlay DIR", code="option-needs")
     import yaml
 
     text = yaml.safe_dump(read_recipe(args.recipe, args.overrides), sort_keys=False)
-    job = apply_job(args.overlay, "prepare", text, args.jobs)
-    _say(f"applied: job {job}, {counted(args.jobs, 'pod')}")
-    _say(f"wait for it: kubectl wait --for condition=complete --timeout=-1s job/{job}")
+    for line in apply_job(args.overlay, "prepare", args.jobs, {}, text):
+        _say(line)
 
 
 def _say(line: str) -> None:

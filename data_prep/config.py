@@ -51,6 +51,7 @@ FORMAT = 7  # version of prepared data. Raise it if the same configuration gives
 SET = "if set"  # marks newer fields, which are not part of `settings` while they are the default
 
 MARKER = "data_prep.json"  # marks a directory made by prepare
+SETTINGS = "settings.json"  # of the prepared data
 MANIFEST = "manifest.json"  # marks a split whose shards are complete
 TRAIN = "train"  # the training data
 VALIDATION = "validation"  # an unnamed validation set

@@ -11,18 +11,21 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from emo.common.errors import UserError
+from emo.common.errors import UserError, one_line
+from emo.common.io.files import claim_directory, write_text
+from emo.common.io.mirror import refresh
 from emo.common.text import counted
 
 from .checks import planned_inputs
-from .config import TRAIN, DataConfig
+from .config import MARKER, SETTINGS, TRAIN, DataConfig
 from .encoding.tokenizer import read_tokenizer, tokenizer_facts
-from .prepare import Preparation, Say
+from .prepare import NOTE, Preparation, Say
 from .selection.arrow import numbers_of
 from .selection.plan import ShardPart
 from .selection.row_units import UNIT_ROWS
 from .selection.scan import scanner
-from .shards.costs import MIB, Costs, peak_memory, read_costs
+from .shards.cost_table import Record, digest_file
+from .shards.costs import FILES, FORECAST, MIB, Costs, peak_memory, read_costs
 from .shards.encode import Encoded, encoding
 from .shards.format import token_dtype
 from .shards.reencode import PlainEncoder, ShardCheck
@@ -43,6 +46,7 @@ class Sample(NamedTuple):
 
     stored: float  # bytes
     rows: int
+    tokens: int
     scanning: float  # CPU seconds of workers
     encoding: float
     writing: float  # CPU seconds of the main process
@@ -51,7 +55,7 @@ class Sample(NamedTuple):
 def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) -> None:
     """Print the predicted costs of preparation, next to the measured ones if the data are prepared.
 
-    Raises UserError if they cannot be predicted.
+    The prediction is stored in the data directory, for reports. Raises UserError if they cannot be predicted.
 
     Args:
         config: the data section of the recipe.
@@ -70,6 +74,7 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
     with tempfile.TemporaryDirectory() as directory:
         job = Preparation(config.model_copy(update={"dir": Path(directory)}), 1, lambda line: None)
         job.set_up()
+        settings = digest_file(job.new / SETTINGS)
         sample = _measure(job, inputs, _take_pieces(inputs, total))
     rows = sample.rows * total / sample.stored
     read = f"{sample.stored / MIB:,.1f} of {total / MIB:,.1f} MiB"
@@ -80,9 +85,17 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
         say("note: the recipe limits the data, so preparation takes less")
     processes = f"{workers} processes each, without the seconds that they take to start"
     say(f"on {counted(machines, 'machine')} with {processes}:")
+    refresh(config.dir, [FILES])
     measured = read_costs(config.dir)
-    for name, text in _predict(config, sample, total, machines, workers).shown().items():
+    costs = _predict(config, sample, total, machines, workers)
+    for name, text in costs.shown().items():
         say(f"  {name}: {text}" + ("" if measured is None else f", measured {measured.shown()[name]}"))
+    record = Record(costs, machines, round(rows), round(sample.tokens * total / sample.stored))
+    try:
+        claim_directory(config.dir, MARKER, NOTE, "data.dir")
+        write_text(config.dir / FORECAST, record.as_json(settings))
+    except (OSError, UserError) as error:
+        say(f"note: reports will not show this forecast, because {one_line(error)}")
 
 
 def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piece, float]]:
@@ -141,7 +154,8 @@ def _measure(job: Preparation, inputs: list[SourceReader], pieces: list[tuple[in
     half = len(pieces) // 2
     stored = sum(size for _, _, size in pieces[half:])
     rows = sum(found.rows.num_rows for found in scanned[half:])
-    return Sample(stored, rows, scanning, encoding_seconds, writing)
+    tokens = sum(int(part.lengths.sum()) for part in encoded[len(encoded) // 2 :])
+    return Sample(stored, rows, tokens, scanning, encoding_seconds, writing)
 
 
 def _time(function: Callable[[T], U], items: Sequence[T]) -> tuple[list[U], float]:
@@ -164,9 +178,13 @@ def _predict(config: DataConfig, sample: Sample, total: int, machines: int, work
     # The main process writes what the workers encode. Without workers it does both.
     making = max(encoding_seconds / workers, writing) if workers > 1 else encoding_seconds + writing
     process = peak_memory(1)
+    writers = min(machines, config.shards)
+    scanning, selection = sample.scanning * share / machines, rows * seconds / machines
     return Costs(
-        reading=sample.scanning * share / workers / machines,
-        selection=rows * seconds / machines,
-        shards=making / min(machines, config.shards),
+        reading=scanning / workers,
+        selection=selection,
+        shards=making / writers,
+        cpu=scanning + selection + (encoding_seconds + writing) / writers,
         memory=process * (1 + workers * (workers > 1)) + min(rows, UNIT_ROWS) * unit,
+        workers=workers,
     )

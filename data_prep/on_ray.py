@@ -7,18 +7,17 @@ like all jobs, so that a later job of any kind continues their work.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
 from emo.common.cli.progress import progress
-from emo.common.errors import FailureError, UserError, one_line
+from emo.common.errors import FailureError
 from emo.common.io.files import Hashes
 from emo.common.io.objects import forget_listings
-from emo.common.parallel import WorkerPool, set_environment
+from emo.common.on_ray import connect, run_tasks
+from emo.common.parallel import WorkerPool
 
 from .config import DataConfig
 from .prepare import LoadedPlan, Preparation, Say, prepare
@@ -26,9 +25,6 @@ from .selection.row_units import divide_rows
 from .selection.scan import Scan, scanner
 from .selection.select import Selection
 from .shards.format import HASHES, ShardInfo
-
-RETRIES = 20  # of a task whose process or node died, or which met a failure that may pass
-STORE_BYTES = 80 << 20  # memory for results of a local cluster, which are small
 
 
 def prepare_on_ray(config: DataConfig, workers: int, force: bool, say: Say) -> None:
@@ -40,30 +36,10 @@ def prepare_on_ray(config: DataConfig, workers: int, force: bool, say: Say) -> N
         force: discard prepared data and start over.
         say: prints a line for the user.
     """
-    try:
-        import ray
-    except ImportError:
-        raise UserError("--on ray needs a package. Run: pip install ray", code="missing-extra") from None
-
-    address = os.environ.get("RAY_ADDRESS")
-    local: dict[str, Any] = {"num_cpus": workers, "object_store_memory": STORE_BYTES}
-    local["include_dashboard"] = False
-    options = {"log_to_driver": False, "logging_level": "ERROR"} | ({} if address else local)
     # Nodes have other working directories.
     config = config.model_copy(update={"dir": config.dir.absolute(), "root": config.root.absolute()})
-    with set_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
-        try:
-            host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-            if port.isdecimal():  # Ray itself tries for minutes
-                socket.create_connection((host, int(port)), timeout=10).close()
-            ray.init(address or "local", **options)
-        except OSError as error:
-            problem = f"RAY_ADDRESS={address} cannot be reached ({one_line(error)})"
-            raise FailureError(f"{problem}. Correct or unset it", code="unreachable") from None
-    try:
+    with connect(workers):
         prepare(config, (0, 1), workers, force, False, say, RayPreparation)
-    finally:
-        ray.shutdown()
 
 
 class RayPreparation(Preparation):
@@ -110,29 +86,8 @@ class RayPreparation(Preparation):
     def _run_tasks(
         self, function: Callable[..., Any], numbers: Iterable[int], *arguments: Any
     ) -> Iterator[tuple[int, Any]]:
-        """Yield each number with the result of its task, as they end. Raises UserError of a task.
-
-        A task calls the function with the configuration, its number and the arguments.
-        """
-        import ray
-
-        again: Any = [FailureError, OSError]
-        options: dict[str, Any] = {"num_cpus": 1, "max_retries": RETRIES, "retry_exceptions": again}
-        task = ray.remote(scheduling_strategy="SPREAD", **options)(function)
-        config = self.config.model_dump_json()
-        waiting = {task.remote(config, number, *arguments): number for number in numbers}
-        while waiting:
-            (done, *_), _ = ray.wait(list(waiting), num_returns=1)
-            try:
-                result = ray.get(done)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            except ray.exceptions.RayError as error:
-                raise FailureError(
-                    f"Ray gave up a task after {RETRIES} retries ({one_line(error)}). Run the command again",
-                    code="unreachable",
-                ) from None
-            yield waiting.pop(done), result
+        """Run tasks that call the function with the configuration, their number and the arguments."""
+        return run_tasks(function, self.config.model_dump_json(), numbers, *arguments)
 
 
 @cache

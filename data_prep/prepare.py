@@ -16,6 +16,7 @@ Then every job makes the missing or changed ones of:
     manifest.json       of each split whose shards are all complete. Written by the job that finishes last
     hashes.json         hashes of sources and shards, so that the next job need not compute them
     costs-*.json        duration and memory of each job
+    forecast.json       what `plan --data` predicted
 If a job dies, start it again: incomplete files are made again.
 """
 
@@ -62,7 +63,7 @@ from .checks import (
     planned_inputs,
     read_chat_template,
 )
-from .config import FORMAT, MARKER, TRAIN, VALIDATION, DataConfig, context_of, settings
+from .config import FORMAT, MARKER, SETTINGS, TRAIN, VALIDATION, DataConfig, context_of, settings
 from .encoding.chat_templates import BUILT_IN
 from .encoding.chats import check_template
 from .encoding.tokenizer import (
@@ -88,7 +89,6 @@ from .shards.reencode import PlainEncoder, ShardCheck
 from .shards.scores import ABOUT, BEGUN, HASH, SCORES
 from .shards.write import (
     PLAN,
-    SETTINGS,
     TOKENIZER,
     describe_columns,
     describe_left_out,
@@ -249,7 +249,7 @@ class Preparation:
             raise UserError(
                 f"{directory} holds prepared data without {PLAN}. Run prepare with --force", code="plan-gone"
             )
-        patterns = (*OF_ALL, *OF_SPLITS, *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
+        patterns = (*OF_ALL, *OF_SPLITS, *UNFINISHED, MARKER, costs.FORECAST, f"{PLANNING}/*", f"{JOBS}/*")
         other = next(find_foreign_files(directory, patterns), None)
         if other is not None:
             raise UserError(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from emo.common.cli.commands import ALWAYS, Parser, announce, parse_arguments
+from emo.common.cli.commands import ALWAYS, Parser, announce, parse_arguments, parse_shard
 from emo.common.cli.progress import show_activity
+from emo.common.cli.submit import KUBERNETES, add_schedulers, apply_job, check_schedulers, submit_array
 from emo.common.errors import ExitCode, FailureError, UserError, exit_code_of, one_line
+from emo.common.report.numbers import join_words
 from emo.common.text import counted, on_one_line, printable
 
 from . import chat
@@ -26,9 +29,11 @@ from .icl.tasks import DIRECTORY, ForeignTask, Task, select_tasks
 from .judging import commands as judging
 from .models.base import BUDGET
 from .models.model import EvaluatedModel, quiet_libraries
+from .results.directory import TaskResult
 
 EXPORT_HELP = "also export each result: lm-eval=DIR, hf=DIR (in DIR/NAME) or wandb (in the run); repeatable"
 GATED = (*ALWAYS, ExitCode.REGRESSION)
+GATE = ("fail_on_regression", "max_drop")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,15 +44,22 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "eval",
         description="Score a model on classification tasks and store the results. Finished parts are kept, "
-        "so the same command resumes, and several processes share the work.",
+        "so the same command resumes, and several processes share the work. With --on, each task is a part "
+        "that runs on its own, and the report is written at the end.",
         examples=[
             "emo eval --model runs/quickstart/emo/export --name emo --data runs/quickstart/tasks",
             "emo eval --model openai-community/gpt2 --tasks sst2,ag_news --data hub --limit 200",
+            "emo eval --model runs/quickstart/emo/export --data runs/quickstart/tasks --on slurm",
         ],
         codes=GATED,
     )
-    generation.add_model(command.add_argument)
-    _add_evaluation_arguments(command.add_argument)
+    add = command.add_argument
+    generation.add_model(add)
+    _add_evaluation_arguments(add)
+    add_schedulers(add)
+    text = "evaluate only tasks I, I + N, ... of --tasks, counted from 0. The last part writes the report"
+    add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=text)
+    add("--finish", action="store_true", help="evaluate nothing, only write the report of all tasks")
     _add_watch(commands)
     commands.add_parser(
         "tasks",
@@ -218,16 +230,40 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_schedulers(args)
     tasks = _tasks(args)
     settings = _settings(args)
+    is_part = args.shard[1] > 1 and not args.finish
+    if args.fail_on_regression and (is_part or args.on == KUBERNETES):
+        problem = "--fail_on_regression needs all tasks, so --shard and --on kubernetes exclude it"
+        raise UserError(f"{problem}. Add --finish, or run `emo compare` afterwards", code="options-clash")
+    if args.on == KUBERNETES:
+        values = {"ARGUMENTS": shlex.join(_words(args))}
+        for line in apply_job(args.overlay, "eval", len(tasks), values, output=args.output_path):
+            say(line)
+        return ExitCode.DONE
     model = EvaluatedModel(args.model, args.name, args.dtype)
     from .icl.job import mean_accuracy, run_all
     from .results.directory import find_model, read_models
 
     if args.fail_on_regression:
         find_model(read_models([args.output_path]), args.fail_on_regression)  # before the work
+    if args.on == "slurm":
+        options = ["--gpus-per-task", "1"]
+        array, last = submit_array("eval.sbatch", _words(args), len(tasks), options, _words(args, GATE))
+        say(f"submitted: job {array} of {counted(len(tasks), 'part')}, then job {last} writes the report")
+        return ExitCode.DONE
     say(f"{model.name}: {counted(len(tasks), 'task')}")
-    results = run_all(model, tasks, settings, args.output_path, say)
+    if args.on or args.finish:
+        results = _finish(args, model.name, tasks, settings)
+    else:
+        part = tasks[args.shard[0] :: args.shard[1]]
+        results = run_all(model, part, settings, args.output_path, say)
+    if is_part:
+        from .parts import read_results, write_report
+
+        if read_results(model.name, tasks, args.output_path) is not None:
+            write_report(args.output_path)
     say(f"{model.name}: {mean_accuracy(results)[1]}; results in {args.output_path}")
     if not args.fail_on_regression:
         return ExitCode.DONE
@@ -238,6 +274,33 @@ def _run(args: argparse.Namespace) -> int:
     verdict = find_regression(baseline, evaluated, args.max_drop)
     say(verdict.summary)
     return gate([verdict])
+
+
+def _finish(
+    args: argparse.Namespace, name: str, tasks: Sequence[Task | ForeignTask], settings: Settings
+) -> list[TaskResult]:
+    """Evaluate the parts with --on ray. Write the report of all parts and return their results."""
+    from .parts import Evaluation, evaluate_on_ray, read_results, write_report
+
+    out = args.output_path
+    if args.on:
+        parts = Evaluation(args.model, args.name, args.dtype, tasks, settings, out, Path.cwd())
+        evaluate_on_ray(parts, say)
+    results = read_results(name, tasks, out)
+    if results is None:
+        problem = f"{out} does not have the results of all tasks of {name}"
+        cure = "Run the missing parts, or set an --output_path that all hosts share"
+        raise UserError(f"{problem}. {cure}", code="not-shared")
+    say(f"report: {write_report(out)}")
+    return results
+
+
+def _words(args: argparse.Namespace, only: Sequence[str] = ()) -> list[str]:
+    """Return the options of `emo eval` that a part needs, or `only` some of all."""
+    defaults = vars(make_parser().parse_args(["eval", "--model", ""]))
+    chosen = only or defaults.keys() - {*GATE, "on", "overlay"}
+    changed = [item for item in vars(args).items() if item[0] in chosen and item[1] != defaults[item[0]]]
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in changed]
 
 
 def _watch(args: argparse.Namespace) -> int:
@@ -285,8 +348,8 @@ def _report(args: argparse.Namespace) -> int:
     if (path := page.write(args.output_path or f"{args.results[0]}/", FILES)) is not None:
         judged = f", {counted(len(report.judgements), 'judgement')}" if report.judgements else ""
         models = counted(len(report.models), "model")
-        tasks = counted(len(report.tasks), "task")
-        say(f"report of {models} on {tasks}{judged}: {path}")
+        tasks = [counted(len(report.tasks), "task")] if report.tasks or not report.measured else []
+        say(f"report of {models} on {join_words([*tasks, *report.measured])}{judged}: {path}")
         say(page.answer[0])
     for remark in report.remarks:
         print(on_one_line(remark), file=sys.stderr)

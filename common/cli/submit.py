@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import FailureError, UserError, one_line
+from ..text import counted
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 COMPONENT = "app.kubernetes.io/component"
 RECIPE_FILE = "recipe.yaml"
+KUBERNETES = "kubernetes"
+SCHEDULERS = ("ray", "slurm", KUBERNETES)
 
 
-def submit_array(script: str, words: list[str], jobs: int, cpus: int | None) -> tuple[str, str]:
+def add_schedulers(add: Callable[..., Any]) -> None:
+    """Add the options --on and --overlay to a command that has --shard and --finish."""
+    text = "run as tasks of Ray, at RAY_ADDRESS or on this machine, or submit a Slurm or Kubernetes job"
+    add("--on", choices=SCHEDULERS, help=text)
+    text = "kustomize directory of --on kubernetes, for example a copy of launch/k8s/overlays/cluster"
+    add("--overlay", type=Path, metavar="DIR", help=text)
+
+
+def check_schedulers(args: argparse.Namespace) -> None:
+    """Raise UserError if these options do not go together."""
+    if args.on is not None and (args.shard != (0, 1) or args.finish):
+        raise UserError("--on cannot be combined with --shard or --finish. Remove them", code="options-clash")
+    if (args.on == KUBERNETES) != (args.overlay is not None):
+        raise UserError("--on kubernetes and --overlay DIR need each other", code="option-needs")
+
+
+def submit_array(
+    script: str, words: list[str], jobs: int, options: Sequence[str] = (), last: Sequence[str] = ()
+) -> tuple[str, str]:
     """Submit an array of jobs to Slurm, and the job that checks and completes their work.
 
     Args:
         script: the job file below `launch/slurm`.
         words: its arguments.
         jobs: number of jobs of the array.
-        cpus: CPUs of each job, instead of the number in the job file.
+        options: options of `sbatch` for the array, besides those in the job file.
+        last: further arguments of the job that completes the work.
 
     Returns the ids of both. Options of the site come from the environment, such as SBATCH_ACCOUNT.
     """
     file = str(LAUNCH / "slurm" / script)
-    size = [] if cpus is None else ["--cpus-per-task", str(cpus)]
     environment = {name: value for name, value in os.environ.items() if name != "JOBS"}  # the file reads it
 
-    def submit(*options: str) -> str:
-        done = _call(["sbatch", "--parsable", *options], environment)
+    def submit(*arguments: str) -> str:
+        done = _call(["sbatch", "--parsable", *arguments], environment)
         return done.strip().partition(";")[0]  # a cluster may follow
 
-    array = submit("--array", f"0-{jobs - 1}", *size, file, *words)
+    array = submit("--array", f"0-{jobs - 1}", *options, file, *words)
     after = ["--dependency", f"afterok:{array}", "--kill-on-invalid-dep=yes", "--array", "0"]
-    return array, submit(*after, "--cpus-per-task", "1", file, *words, "--finish")
+    return array, submit(*after, "--cpus-per-task", "1", file, *words, *last, "--finish")
 
 
 def submit_file(scheduler: str, file: Path) -> str:
@@ -46,16 +70,21 @@ def submit_file(scheduler: str, file: Path) -> str:
     return _call(["kubectl", "apply", "-f", str(file)]).strip()
 
 
-def apply_job(overlay: Path, component: str, recipe: str, jobs: int) -> str:
+def apply_job(
+    overlay: Path, component: str, jobs: int, values: dict[str, str],
+    recipe: str | None = None, output: Path | None = None,
+) -> list[str]:  # fmt: skip
     """Apply a job of a kustomize directory to Kubernetes, with the resources that all jobs share.
 
     Args:
         overlay: a directory like those in `launch/k8s/overlays`.
         component: the component of the job in its labels.
-        recipe: the text of the recipe. The pods read it from a config map.
         jobs: number of pods.
+        values: variables of the pods' environment.
+        recipe: the text of a recipe, which the pods read from a config map.
+        output: a directory that the pods must share.
 
-    Returns the name of the job.
+    Returns lines for the user. Jobs cannot be changed, so those without a recipe are named by their values.
     """
     import yaml
 
@@ -66,24 +95,35 @@ def apply_job(overlay: Path, component: str, recipe: str, jobs: int) -> str:
     if job is None:
         raise UserError(f"{overlay} has no job with the label {COMPONENT}={component}", code="submission")
     metadata = job["metadata"]
-    name = f"{metadata['name']}-recipe"
-    settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata | {"name": name}}
-    settings["data"] = {RECIPE_FILE: recipe}
-    set_job(job, name, jobs)
-    text = "\n---\n".join(json.dumps(tree) for tree in (settings, *chosen))
-    _call(["kubectl", "apply", "-f", "-"], text=text)
-    return str(metadata["name"])
-
-
-def set_job(job: dict[str, Any], recipe: str, jobs: int) -> None:
-    """Let `jobs` pods of a rendered job read their recipe from the config map `recipe`."""
     job["spec"] |= {"completions": jobs, "parallelism": jobs}
     pod = job["spec"]["template"]["spec"]
-    pod["volumes"].append({"name": "recipe", "configMap": {"name": recipe}})
     (container,) = pod["containers"]
-    container["volumeMounts"].append({"name": "recipe", "mountPath": "/recipe", "readOnly": True})
-    values = {"RECIPE": f"/recipe/{RECIPE_FILE}", "OVERRIDES": "", "JOBS": str(jobs)}
+    if output is not None:
+        _check_shared(pod, container, output)
+    if recipe is None:
+        metadata["name"] += f"-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]}"
+    else:
+        about = metadata | {"name": f"{metadata['name']}-recipe"}
+        settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {RECIPE_FILE: recipe}}
+        chosen.insert(0, settings)
+        pod["volumes"].append({"name": "recipe", "configMap": {"name": about["name"]}})
+        container["volumeMounts"].append({"name": "recipe", "mountPath": "/recipe", "readOnly": True})
+        values = {"RECIPE": f"/recipe/{RECIPE_FILE}", "OVERRIDES": ""} | values
+    values = values | {"JOBS": str(jobs)}
     container["env"] += [{"name": name, "value": value} for name, value in values.items()]
+    _call(["kubectl", "apply", "-f", "-"], text="\n---\n".join(map(json.dumps, chosen)))
+    namespace = f"-n {metadata['namespace']} " if "namespace" in metadata else ""
+    wait = f"kubectl {namespace}wait --for condition=complete --timeout=-1s job/{metadata['name']}"
+    return [f"applied: job {metadata['name']}, {counted(jobs, 'pod')}", f"wait for it: {wait}"]
+
+
+def _check_shared(pod: dict[str, Any], container: dict[str, Any], output: Path) -> None:
+    """Raise UserError unless a directory is on a volume that all pods share."""
+    claims = [volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims]
+    if not any(output.is_relative_to(mount) for mount in mounts):
+        problem = f"--output_path {output} is not on the volume that the pods share"
+        raise UserError(f"{problem}. Set a directory below {' or '.join(mounts)}", code="not-shared")
 
 
 def _component(tree: dict[str, Any]) -> str | None:

@@ -231,11 +231,20 @@ def _forget_earlier_batches(model: Any) -> None:
     """Make dynamic RoPE independent of earlier batches, so that order and resuming do not matter."""
 
     def forget(module: Any, _: Any) -> None:
-        module.max_seq_len_cached = module.original_max_seq_len
-        module.inv_freq = module.original_inv_freq.to(module.inv_freq.device, copy=True)
+        for prefix in prefixes(module):
+            device = getattr(module, f"{prefix}inv_freq").device
+            original = getattr(module, f"{prefix}original_inv_freq")
+            setattr(module, f"{prefix}inv_freq", original.to(device, copy=True))
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+    def prefixes(module: Any) -> list[str]:
+        """Return the beginnings of the names of the dynamic state. RoPE by layer type has several."""
+        kind = getattr(module, "rope_type", None)
+        kinds = {f"{layer}_": name for layer, name in kind.items()} if isinstance(kind, dict) else {"": kind}
+        return [prefix for prefix, name in kinds.items() if name == DYNAMIC]
 
     for module in model.modules():
-        if getattr(module, "rope_type", None) == DYNAMIC:
+        if prefixes(module):
             module.register_forward_pre_hook(forget)
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from emo.common.io.files import write_text
-from emo.common.io.mirror import refresh
 from emo.common.text import duration
 
 FILES = "costs-*.json"  # one of each job
+FORECAST = "forecast.json"  # of `plan --data`
 MIB = 1 << 20
 
 
@@ -24,14 +24,15 @@ class Costs(NamedTuple):
     reading: float  # seconds
     selection: float
     shards: float
+    cpu: float  # seconds, of all processes
     memory: float  # bytes, of all processes
+    workers: int
 
     def shown(self) -> dict[str, str]:
         """Return the costs as text by name."""
-        stages = self._asdict() | {"total": sum(self[:3])}
-        memory = stages.pop("memory") / MIB
-        texts = {name: duration(seconds) for name, seconds in stages.items()}
-        return texts | {"memory": f"{memory:,.0f} MiB"}
+        times = dict(zip(self._fields, self[:3], strict=False)) | {"total": sum(self[:3]), "CPU": self.cpu}
+        texts = {name: duration(seconds) for name, seconds in times.items()}
+        return texts | {"memory": f"{self.memory / MIB:,.0f} MiB"}
 
 
 class Stopwatch:
@@ -39,6 +40,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._cpu = _cpu_seconds()
 
     @contextlib.contextmanager
     def time(self, stage: str) -> Iterator[None]:
@@ -51,10 +53,17 @@ class Stopwatch:
         """Write the costs of job (i, n) if it had all stages. workers: number of its worker processes."""
         if self.seconds.keys() < set(Costs._fields[:3]):
             return
-        costs = Costs(**self.seconds, memory=peak_memory(workers))
+        cpu = _cpu_seconds() - self._cpu
+        costs = Costs(**self.seconds, cpu=cpu, memory=peak_memory(workers), workers=workers)
         write_text(
             directory / FILES.replace("*", f"{job[0]}-of-{job[1]}"), json.dumps(costs._asdict()) + "\n"
         )
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def peak_memory(workers: int) -> float:
@@ -67,7 +76,6 @@ def peak_memory(workers: int) -> float:
 
 def read_costs(directory: Path) -> Costs | None:
     """Return the highest costs of the jobs that prepared a directory, or None if it has no records."""
-    refresh(directory, [FILES])
     with contextlib.suppress(OSError, ValueError, TypeError):
         jobs = [Costs(**json.loads(path.read_text(encoding="utf-8"))) for path in directory.glob(FILES)]
         return Costs(*map(max, zip(*jobs, strict=True))) if jobs else None

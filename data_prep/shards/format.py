@@ -35,11 +35,12 @@ from emo.common.io.mirror import copy_verified, refresh
 from emo.common.io.objects import address_of, mirrors
 from emo.common.io.untrusted import read_json
 
-from ..config import FORMAT, MANIFEST, MAX_TOKENS, TRAIN, DataConfig, check_prepared, split_of
+from ..config import FORMAT, MANIFEST, MAX_TOKENS, SETTINGS, TRAIN, DataConfig, check_prepared, split_of
+from .costs import FILES, FORECAST
 
 HASHES = "hashes.json"  # hashes of files on this machine
-# Files besides shards: settings, tokenizer, manifests, scores.
-COPIED = ("settings.json", "tokenizer/*", f"*/{MANIFEST}", "*/contamination.json", "*/scores/*/*")
+# Files besides shards: settings, costs, tokenizer, manifests, scores.
+COPIED = (SETTINGS, FORECAST, FILES, "tokenizer/*", f"*/{MANIFEST}", "*/contamination.json", "*/scores/*/*")
 AGAIN = "run: emo prepare RECIPE"
 RELEASE_EVERY = 256  # rows between releases of mapped pages: each row may have mapped 64 KiB around it
 # Largest manifest. The largest number of shards takes 57 MB, each further domain 18 MB, a million files 400

@@ -18,7 +18,7 @@ from emo.common.errors import UserError, one_line
 from emo.common.io.files import sha256
 from emo.common.text import counted
 
-from ..config import FORMAT, TRAIN, VALIDATION, splits_made
+from ..config import FORMAT, SETTINGS, TRAIN, VALIDATION, splits_made
 from ..encoding.tokenizer import read_tokenizer
 from ..selection.plan import Plan
 from .format import (
@@ -35,7 +35,7 @@ from .format import (
     shard_name,
 )
 from .reencode import PlainEncoder, reencode_documents
-from .write import COUNTED, PLAN, SETTINGS, TOKENIZER, read_note, totals
+from .write import COUNTED, PLAN, TOKENIZER, read_note, totals
 
 ROWS = 256  # rows of a batch
 

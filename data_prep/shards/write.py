@@ -38,7 +38,6 @@ from .format import (
 )
 from .reencode import ShardCheck
 
-SETTINGS = "settings.json"
 PLAN = "plan.parquet"
 TOKENIZER = "tokenizer"
 TOOL = f"data_prep {FORMAT}"

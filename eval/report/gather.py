@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
@@ -37,8 +38,8 @@ class Report:
 
     models: those with scores, in order. unscored: those with only text or a log. families: the models by
     base. rows: one per model and task. against: baseline -> model -> comparison. The first baseline is the
-    report's. series: of each model in figures, by its objective. remarks: what to know before trusting the
-    numbers. skipped: files that could not be read.
+    report's. series: of each model in figures, by its objective. recipes: of the runs. remarks: what
+    to know before trusting the numbers. skipped: files that could not be read.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Report:
         if not scored and not self.judgements:
             raise UserError(f"no finished results in {', '.join(map(str, outs))}", code="no-results")
         self.title = title or ("In-context evaluation" if scored else "Answers, judged")
-        overlaps, faults = _read_runs([*scored, *self.unscored], runs)
+        self.recipes, overlaps, faults = _read_runs([*scored, *self.unscored], runs)
         ancestors = find_ancestors(scored)
         self.families = group_families(scored, ancestors, list(runs), next(iter(chosen), None))
         self.models = [model for family in self.families for model in family.members]
@@ -220,13 +221,13 @@ class Report:
 
 def _read_runs(
     models: Sequence[Model], runs: Mapping[str, Path]
-) -> tuple[dict[str, dict[str, Container[str]]], list[str]]:
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Container[str]]], list[str]]:
     """Read the training logs of `runs` into `models`.
 
-    Return by model and task the test rows in the training text, and remarks on unreadable contamination
-    reports.
+    Return the recipes, by model and task the test rows in the training text, and remarks on unreadable
+    contamination reports.
     """
-    overlaps = {}
+    recipes, overlaps = [], {}
     faults = list[str]()
     for model in (m for m in models if m.name in runs):
         run = runs[model.name]
@@ -234,17 +235,19 @@ def _read_runs(
             raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}", code="no-run")
         # Only the main validation set. The run's own report shows all sets.
         model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
-        overlaps[model.name] = _read_contamination(run, faults)
-    return overlaps, faults
+        with contextlib.suppress(OSError, ValueError):
+            recipes.append(read_written(run / CONFIG))
+            overlaps[model.name] = _read_contamination(recipes[-1], faults)
+    return recipes, overlaps, faults
 
 
-def _read_contamination(run: Path, faults: list[str]) -> dict[str, Container[str]]:
+def _read_contamination(recipe: dict[str, Any], faults: list[str]) -> dict[str, Container[str]]:
     """Return by task the digests of test rows that share long passages with the training text, if known.
 
     faults: receives a line if a report cannot be read.
     """
     try:
-        overlap = local_directory(read_written(run / CONFIG)["data"]["dir"]) / "train" / "contamination.json"
+        overlap = local_directory(recipe["data"]["dir"]) / "train" / "contamination.json"
         tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
     except (OSError, LookupError, TypeError, ValueError, AttributeError):
         return {}

@@ -12,6 +12,7 @@ from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote
 from emo.common.report.figure import Curve, Curves, Figure, finite_points, mean_points
 from emo.common.report.numbers import COMPARED, DASH, Effect, describe_effects, formatted, p_value, percent
 from emo.common.text import counted
+from emo.data_prep.shards.cost_table import cost_tables
 
 from ..results.directory import Model, TaskResult, find_model
 from . import judged
@@ -85,6 +86,7 @@ def document(report: Report) -> Document:
         ReportSection("Differences by task", *_differences(report)),
         ReportSection("Accuracy", *_accuracy(report)),
         ReportSection("Training", _training(report)),
+        ReportSection("Preparation of the data", *cost_tables(report.recipes)),
         ReportSection("Accuracy over training", _over_training(report)),
         ReportSection("Metrics of lm-eval", _harness(report)),
         ReportSection("By length", *_lengths(report)),

@@ -39,7 +39,7 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     # transformers 4 reads only longrope for Phi-3, and Falcon may have ALiBi instead of RoPE.
     if not known or hasattr(text, CONTEXT) or getattr(text, "alibi", False):
         raise _wrong(f"the RoPE of {text.model_type} models cannot be changed", "Remove model.rope")
-    # Transformers keeps frequencies of earlier batches for each layer type, so results would depend on them.
+    # `context_length` reads no factor of a layer type, so the export would lose its longer context.
     if rope.type == DYNAMIC and settings.get(GLOBAL):
         problem = f"{text.model_type} models have RoPE by layer type, which does not go with type dynamic"
         raise _wrong(problem, "Use another type")

@@ -16,6 +16,7 @@ from emo.common.report.document import Cell, Document, Fold, Items, Quote, Repor
 from emo.common.report.figure import Curve, Curves, Figure, Points, choose_series, finite_points, mean_points
 from emo.common.report.numbers import CHANGED, COMPARED, DASH, Effect, describe_effects, formatted, join_words
 from emo.common.text import duration
+from emo.data_prep.shards.cost_table import cost_tables
 
 from ..checkpoint.config import TASK
 from ..control.run_dir import EXPORT
@@ -109,6 +110,7 @@ def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Do
         ReportSection(
             "Plan and measurement", Table(PLAN_HEAD, list(filter(None, map(_plan_row, runs))), PLANNED)
         ),
+        ReportSection("Preparation of the data", *cost_tables(run.config for run in runs)),
         ReportSection("Sampled text", "The most likely continuations.", *_samples(runs), page_only=True),
         ReportSection("Steps that went wrong", Table(["Run", "Step", "What", "Loss"], bad, BAD)),
         ReportSection("Evaluations", Items(_evaluation_links(runs, folder)), page_only=True),

@@ -266,7 +266,10 @@ def options(owner: str) -> frozenset[str]:
         names = [function] if function else [TRAINING, EVALUATION]
         rooms = [name.split(".")[1] for name in names + [DATA] * (owner == "plan")]
         files = []
-    files += [path for room in rooms for path in (REPO / room).rglob("*.py")]
+    files += [
+        REPO / "common/cli/submit.py",
+        *(path for room in rooms for path in (REPO / room).rglob("*.py")),
+    ]
     declared = re.findall(r"""["'](--[a-z][\w-]*)["']""", "".join(path.read_text("utf-8") for path in files))
     return frozenset(declared) if owner else frozenset(declared) | DOCKERS
 

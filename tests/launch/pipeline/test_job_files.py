@@ -250,7 +250,7 @@ def test_two_runs_share_a_namespace(rendered: dict[str, list[Document]]) -> None
     assert instances == ["emo", "second-emo"]
 
 
-@pytest.mark.parametrize("kind", ["emo-prepare", "emo-train", "emo-watch", "emo-evaluate"])
+@pytest.mark.parametrize("kind", ["emo-prepare", "emo-train", "emo-watch", "emo-evaluate", "emo-eval"])
 def test_pods_get_the_options_of_their_settings(
     rendered: dict[str, list[Document]], tmp_path: Path, kind: str
 ) -> None:
@@ -266,7 +266,12 @@ def test_pods_get_the_options_of_their_settings(
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = settings | {"RUN_DIR": str(run_dir), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environment |= {"JOB_NAME": job["metadata"]["name"], "JOB_COMPLETION_INDEX": "0", "CPUS": "8"}
+    environment |= {
+        "ARGUMENTS": settings["EVALUATE"],
+        "JOB_NAME": job["metadata"]["name"],
+        "JOB_COMPLETION_INDEX": "0",
+        "CPUS": "8",
+    }
     command = ["sh", "-c", *pod["containers"][0]["args"]]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()

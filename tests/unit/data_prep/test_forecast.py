@@ -10,6 +10,7 @@ import pytest
 
 from emo.__main__ import main
 from emo.data_prep.forecast import print_forecast
+from emo.data_prep.shards.cost_table import cost_tables
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 from tests.helpers.refusals import refused
 
@@ -28,12 +29,35 @@ def test_a_forecast_knows_the_rows_and_what_was_measured(tmp_path: Path, kind: s
         "selection:",
         "shards:",
         "total:",
+        "CPU:",
         "memory:",
     ]
-    assert not any("measured" in line for line in lines) and not config.dir.exists()
+    assert not any("measured" in line for line in lines)
     run(config)
+    recipes = [{"data": {"dir": str(config.dir)}}] * 2
+    (table,) = cost_tables([{}, *recipes])
+    shown = {str(name): texts for name, *texts in table.rows}
+    assert shown["Jobs"] == ["2", "1"] and shown["Processes per job"] == ["3", "1"]
+    assert shown["Rows read"] == [f"{rows:,}", "290"] and all(map(all, shown.values()))
+    predicted, measured = (int(text.replace(",", "")) for text in shown["Tokens"])
+    assert 0.7 * measured < predicted < 1.3 * measured
+    (config.dir / "settings.json").write_text("{}")
+    assert {predicted for _, predicted, _ in cost_tables(recipes)[0].rows} == {None}
+    (config.dir / "costs-0-of-1.json").unlink()
+    assert not cost_tables(recipes)[0]
+
+
+def test_a_forecast_is_printed_next_to_what_was_measured(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(50))
+    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    run(config)
+    lines: list[str] = []
     print_forecast(config, 2, 3, lines.append)
-    assert sum("measured" in line for line in lines) == 5
+    assert sum("measured" in line for line in lines) == 6
+    (other := tmp_path / "other").mkdir()
+    (other / "notes").touch()
+    print_forecast(config.model_copy(update={"dir": other}), 2, 3, lines.append)
+    assert "because data.dir=" in lines[-1] and len(list(other.iterdir())) == 1
 
 
 def test_a_forecast_needs_a_tokenizer(tmp_path: Path) -> None:

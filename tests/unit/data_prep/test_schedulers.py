@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -22,12 +21,12 @@ from emo.data_prep.on_ray import RayPreparation, prepare_on_ray
 from emo.data_prep.prepare import prepare
 from emo.data_prep.selection import row_units
 from emo.data_prep.shards.format import TokenDataset
-from tests.campaigns.kubernetes import Document, installed_kustomize, problems, render
+from tests.campaigns.kubernetes import problems
 from tests.conftest import REPO
 from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
 from tests.helpers.refusals import refused
+from tests.helpers.schedulers import OVERLAY, applied, stand_in, stand_in_kubectl
 
-OVERLAY = REPO / "launch/k8s/overlays/cluster"
 # A stand-in for sbatch that runs the jobs of an array at once, as this user, and gives them numbers.
 SBATCH = """#!/bin/bash
 echo "$@" >> "$STAND_IN_CALLS"
@@ -47,16 +46,6 @@ for ((i = SLURM_ARRAY_TASK_MIN; i <= ${array#*-}; i++)); do
 done
 echo "$((16 + $(wc -l < "$STAND_IN_CALLS")));cluster"
 """
-
-
-def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
-    """Put commands before all others."""
-    for name, text in commands.items():
-        (directory / name).write_text(text)
-        (directory / name).chmod(0o755)
-    path = f"{directory}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    monkeypatch.setenv("PATH", path)
-    monkeypatch.setenv("STAND_IN_CALLS", str(directory / "calls"))
 
 
 def recipe_in(root: Path) -> Path:
@@ -104,28 +93,18 @@ def test_what_slurm_rejects_is_one_line(
 
 def test_kubernetes_gets_a_job_with_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pods of the overlay, so many of them, and the recipe with its overrides in a config map."""
-    kustomize = installed_kustomize()
-    if kustomize is None:
-        pytest.skip("needs kustomize or kubectl")
-    (tmp_path / "rendered.yaml").write_text(yaml.safe_dump_all(render(OVERLAY, kustomize)))
-    kubectl = (
-        f"#!/bin/sh\n[ $1 = kustomize ] && exec cat {tmp_path}/rendered.yaml\ncat > {tmp_path}/applied\n"
-    )
-    stand_in(tmp_path, monkeypatch, kubectl=f"#!/bin/sh\n{kubectl}")
+    documents = stand_in_kubectl(tmp_path, monkeypatch)
     options = ["--on", "kubernetes", "--jobs", "3", "--overlay", str(OVERLAY)]
     assert main(["prepare", str(recipe_in(tmp_path)), "data.shards=6", *options]) == 0
-    applied: list[Document] = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
-    (job,) = (tree for tree in applied if tree["kind"] == "Job")
-    (settings,) = (tree for tree in applied if tree["metadata"]["name"] == "emo-prepare-recipe")
+    job, values, everything = applied(tmp_path)
+    (settings,) = (tree for tree in everything if tree["metadata"]["name"] == "emo-prepare-recipe")
     assert yaml.safe_load(settings["data"]["recipe.yaml"])["data"]["shards"] == 6
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
-    assert {"ConfigMap", "PersistentVolumeClaim", "NetworkPolicy"} <= {tree["kind"] for tree in applied}
-    others = [tree for tree in render(OVERLAY, kustomize) if tree["metadata"]["name"] != "emo-prepare"]
+    assert {"ConfigMap", "PersistentVolumeClaim", "NetworkPolicy"} <= {tree["kind"] for tree in everything}
+    others = [tree for tree in documents if tree["metadata"]["name"] != "emo-prepare"]
     (common,) = (tree for tree in others if tree["metadata"]["name"] == "emo-settings")
     common["data"]["JOBS"] = "3"
     assert problems([*others, job]) == []
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    values = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert values["RECIPE"] == "/recipe/recipe.yaml" and values["JOBS"] == "3" and values["OVERRIDES"] == ""
 
 

@@ -129,6 +129,7 @@ def test_a_killed_measure_resumes_and_is_compared_and_reported(
     for name, path in (("tiny", model), ("other", other)):
         code, out, err = command("eval", "--model", path, "--name", name, *options)
         assert not code and "256 to 299" in out and "256 tokens" in out, err
+    assert "report of 2 models on passkey:long and positions:long: " in command("report", tmp_path)[1]
     page = document(Report([tmp_path], chosen=["tiny"]))
     assert {entry["task"] for entry in page.data["lengths"]} == {"positions:long", "passkey:long"}
     assert len(page.data["measure_comparisons"]) == 2

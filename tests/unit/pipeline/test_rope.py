@@ -98,6 +98,17 @@ def test_dynamic_frequencies_do_not_depend_on_earlier_rows(model: Path) -> None:
     assert torch.allclose(alone[-1], plain, atol=1e-4)
 
 
+def test_dynamic_frequencies_of_a_layer_type_do_not_either(tmp_path: Path) -> None:
+    theta = {"rope_theta": 1e4}
+    types = {"full_attention": theta | {"rope_type": "dynamic", "factor": 4.0}}
+    settings = {"rope_parameters": types | {"sliding_attention": theta | {"rope_type": "default"}}}
+    family("gemma3_text-layers", max_position_embeddings=CONTEXT, **settings).save_pretrained(tmp_path)
+    used, fresh = (load_causal_lm(tmp_path).model.eval() for _ in range(2))
+    with torch.no_grad():
+        used(LONG)
+        assert torch.equal(*(model(LONG[:, : 3 * CONTEXT]).logits for model in (used, fresh)))
+
+
 @pytest.mark.parametrize("lora", ((), ("model.lora.r=4",)))
 def test_context_of_data_and_teacher(model: Path, tmp_path: Path, lora: tuple[str, ...]) -> None:
     """The base teacher is the model before training, with the new RoPE also if it is a copy."""
