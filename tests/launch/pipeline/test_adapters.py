@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emo.common.errors import UserError
+from emo.eval.models.base import Item
 from emo.eval.models.model import EvaluatedModel
 from emo.pipeline.checkpoint.export import export_checkpoint
 from emo.pipeline.control.run_dir import read_metrics
@@ -93,6 +95,49 @@ def test_a_run_continues_an_adapter_and_resumes(
     assert not done.returncode, done.stdout
     (_, continued, _), (_, restarted, _) = losses(tmp_path / "undisturbed")[0], losses(tmp_path / "merged")[0]
     assert continued == pytest.approx(restarted, abs=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_train_next_to_adapters(base: tuple[Path, Path], tmp_path: Path, tied: bool) -> None:
+    start = shutil.copytree(base[1], tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(start, tie_word_embeddings=tied).save_pretrained(start)
+    settings = (f"model.path={start}", "model.lora.train_embeddings=true", "model.lora.export=both")
+    settings += ("train.only=embeddings", "train.only_steps=2", "deepspeed=ds_configs/zero3.json")
+    options = train(base, tmp_path / "undisturbed", *settings)
+    killed = (options[0], f"output_dir={tmp_path / 'killed'}", *options[2:])
+    kill_ranks(tmp_path / "killed", 5, "launch/continual.sh", *killed)
+    train(base, tmp_path / "killed", *settings)
+    done = run_alone(options[0], f"output_dir={tmp_path / 'alone'}", *options[2:])
+    assert not done.returncode, done.stdout
+    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+    for one, two in zip(losses(tmp_path / "alone"), losses(tmp_path / "undisturbed"), strict=True):
+        assert one == pytest.approx(two, abs=1e-5)
+    export = tmp_path / "undisturbed/export"
+    expected = load_file(export / "model.safetensors")
+    weights = load_file(tmp_path / "killed/export/model.safetensors")
+    assert all(weights[name].equal(tensor) for name, tensor in expected.items())
+    assert ("lm_head.weight" in expected) is not tied
+    export_checkpoint(tmp_path / "undisturbed/step-000006", tmp_path / "exported")
+    merged = AutoModelForCausalLM.from_pretrained(export)
+    for adapter in (export / "adapter", tmp_path / "exported/adapter"):
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), adapter)
+        assert torch.allclose(logits(model), logits(merged), atol=1e-5)
+        evaluated = EvaluatedModel(str(adapter))
+        assert torch.allclose(logits(evaluated.model), logits(merged), atol=1e-5)
+        item = Item(PROBE[0].numpy(), [np.arange(5)])
+        scores = [m.score([item])[0].tails.item() for m in (evaluated, EvaluatedModel(str(export)))]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    before = AutoModelForCausalLM.from_pretrained(start)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        assert not getattr(merged, name)().weight.equal(getattr(before, name)().weight)
+    more = (f"model.lora.path={export / 'adapter'}", "train.only=null", "train.only_steps=null")
+    train(base, tmp_path / "more", *settings, *more, "train.max_steps=1")
+    # The first step sees the same model as one that starts from the merged weights.
+    done = run_alone(
+        str(base[0]), f"output_dir={tmp_path / 'm'}", f"model.path={export}", "train.max_steps=1"
+    )
+    assert not done.returncode, done.stdout
+    assert losses(tmp_path / "more")[0][1] == pytest.approx(losses(tmp_path / "m")[0][1], abs=1e-4)
 
 
 @contextlib.contextmanager
