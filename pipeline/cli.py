@@ -160,7 +160,8 @@ def _add_extension(commands: Any) -> None:
     parser = commands.add_parser(
         "extend-vocabulary",
         description="Add tokens to a BPE tokenizer and its model, so that text of a domain or a language "
-        "needs fewer tokens. They are learned from the prepared data of the recipe. Old ids stay.",
+        "needs fewer tokens. They are learned from the prepared data of the recipe. Their embeddings start "
+        "as the mean of those of their old tokens (FVT). Old ids stay.",
         examples=["emo extend-vocabulary mine.yaml --pieces 2000 --output_path models/extended"],
     )
     parser.set_defaults(work=_extend_vocabulary)

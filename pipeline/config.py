@@ -50,19 +50,27 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _trained(self) -> RunConfig:
-        if self.model.lora is not None and self.train.head_lr_ratio != 1:
-            raise ValueError(
-                "train.head_lr_ratio=1 goes with model.lora, whose adapters leave the head alone"
-            )
-        if self.model.lora is not None and self.train.only is not None:
-            raise ValueError("train.only goes without model.lora, whose adapters leave the embeddings alone")
         lora = self.model.lora
-        if lora is not None and lora.path is not None and self.objective.resolved_teacher == BASE:
+        if lora is None:
+            return self
+        for key, ordinary in (("head_lr_ratio", 1), ("only", None)):
+            if getattr(self.train, key) != ordinary and not lora.train_embeddings:
+                raise ValueError(f"train.{key} with model.lora needs model.lora.train_embeddings=true")
+        if lora.train_embeddings and self.objective.average_decay is not None:
+            raise ValueError("objective.teacher.ema does not average the embeddings of lora.train_embeddings")
+        if self.objective.resolved_teacher == BASE and (lora.path is not None or lora.train_embeddings):
+            what, where = ("adapter", "path") if lora.path is not None else ("embeddings", "train_embeddings")
             raise ValueError(
-                "objective.teacher=base is the model without the adapter in model.lora.path. "
-                "Set model.path to the merged model instead"
+                f"objective.teacher=base is the model without the {what} of model.lora.{where}. "
+                "Set objective.teacher={model: DIRECTORY} to the model before training"
             )
         return self
+
+    @property
+    def holds_base(self) -> bool:
+        """Return whether the model before training is in memory, under adapters or as the teacher."""
+        lora = self.model.lora
+        return (lora is not None and not lora.train_embeddings) or self.objective.resolved_teacher == BASE
 
     @model_validator(mode="after")
     def _check_selection(self) -> RunConfig:

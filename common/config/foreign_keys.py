@@ -31,6 +31,8 @@ _FOREIGN_NAMES = {
     "model.lora.alpha": "lora_alpha",
     "model.lora.dropout": "lora_dropout",
     "model.lora.path": "adapter_name_or_path lora_model_dir adapter_path",
+    "model.lora.train_embeddings": "lora_modules_to_save modules_to_save additional_target "
+    "trainable_token_indices peft_trainable_token_indices",
     "model.lora.use_dora": "dora peft_use_dora",
     "model.lora.loraplus_lr_ratio": "loraplus lora_plus_ratio",
     "model.lora.use_rslora": "rslora lora_use_rslora peft_use_rslora",

@@ -23,7 +23,6 @@ from emo.common.errors import UserError
 from ..config import RunConfig
 from ..control.world import World
 from ..loss.models.head import SHARED, VARLEN
-from ..model.objective_config import BASE
 
 KEY = "train.sequence_parallel"
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE whose frequencies depend on the longest position
@@ -103,8 +102,7 @@ def check_sequence_parallel(config: RunConfig, model: PretrainedConfig) -> None:
         problem = f"{KEY}={n} does not divide data.sequence_len={block}"
         cure = f"Set data.sequence_len={block // n * n} or {block // n * n + n} and prepare the data again"
         raise UserError(f"{problem}. {cure}, or set {KEY} to a divisor of {block}", code="sequence-parallel")
-    has_base = config.model.lora is not None or config.objective.resolved_teacher == BASE
-    stores_base = bool(config.train.kl_from_base) and not has_base
+    stores_base = bool(config.train.kl_from_base) and not config.holds_base
     conflicts = {
         "model.compile=true": config.model.compile,
         "objective.on_policy": config.objective.on_policy is not None,

@@ -65,7 +65,18 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
     except (ValueError, re.error) as error:
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}", code="lora-targets") from None
     require_plain_head(model)
+    if config.lora.train_embeddings:
+        if hasattr(model.get_input_embeddings(), "base_layer"):
+            problem = "model.lora.train_embeddings=true trains the embeddings in full"
+            raise UserError(f"{problem}. Remove them from model.lora.targets", code="lora-targets")
+        for layer in _embedding_layers(model):
+            layer.requires_grad_(True)
     return adapted
+
+
+def _embedding_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """Return the token embedding and the output head."""
+    return model.get_input_embeddings(), model.get_output_embeddings()
 
 
 def _check_lora_target(model: PreTrainedModel, target: str) -> None:
@@ -81,9 +92,13 @@ def _check_lora_target(model: PreTrainedModel, target: str) -> None:
 
 
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a model's adapters, with their names in PEFT's files."""
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name and f".{ADAPTER}" in name:  # not those of a teacher
+    """Yield the parameters of a model's adapters, with their names in PEFT's files.
+
+    Embeddings and head are among them if they train. PEFT stores a tied weight under both names.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        is_adapter = ".lora_" in name and f".{ADAPTER}" in name  # not those of a teacher
+        if is_adapter or (".lora_" not in name and parameter.requires_grad):
             yield name.replace(f".{ADAPTER}", ""), parameter
 
 
@@ -146,7 +161,7 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
     if different := sorted(stored.items() ^ needed.items()):
         name, shape = different[0]
         which = "has" if (name, shape) in stored.items() else "lacks"
-        cure = "Set model.lora.targets and model.path as for that adapter"
+        cure = "Set model.lora.targets, train_embeddings and model.path as for that adapter"
         raise UserError(f"{problem} {which} {name} of shape {list(shape)}. {cure}", code="adapter")
 
 
@@ -174,5 +189,11 @@ def write_adapter(
     settings.base_model_name_or_path = str(Path(config.path or "").absolute()) if is_local else config.path
     settings.revision = config.revision
     settings.inference_mode = True
+    if config.lora is not None and config.lora.train_embeddings:
+        base = model.get_base_model()
+        names = {layer: name for name, layer in base.named_modules()}
+        embedding, head = map(names.__getitem__, _embedding_layers(base))
+        settings.ensure_weight_tying = base.config.get_text_config().tie_word_embeddings
+        settings.modules_to_save = [embedding] if settings.ensure_weight_tying else [embedding, head]
     tree = {key: sorted(v) if isinstance(v, set) else v for key, v in settings.to_dict().items()}
     write_text(directory / SETTINGS, json.dumps(tree, indent=2, sort_keys=True, default=str) + "\n")

@@ -10,7 +10,7 @@ from emo.common.config.recipe import FREE, Section, mark
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on linear layers. The head stays frozen."""
+    """Low-rank adapters on linear layers."""
 
     r: int = Field(32, gt=0)
     """Rank of the adapters."""
@@ -24,6 +24,9 @@ class LoraConfig(Section):
     """Scale the output by alpha / sqrt(r) instead, which suits large ranks."""
     use_dora: bool = False
     """Also train the length of each row of the adapted weights (DoRA). Each step takes longer."""
+    train_embeddings: bool = False
+    """Also train the embeddings and the output head in full, for example for new tokens. In PEFT, this is
+    `modules_to_save: [embed_tokens, lm_head]`."""
     loraplus_lr_ratio: float = Field(1.0, gt=0, le=1e3)
     """Learning rate of the adapters' B and of DoRA's lengths divided by the rate of A (LoRA+). A usual value
     is 16."""

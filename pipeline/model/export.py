@@ -203,7 +203,7 @@ def view_model(model: nn.Module) -> ModelCopy:
     with torch.no_grad():
         logits = model.eval()(input_ids=probe, use_cache=False).logits
     merged = ((t.name, t.merged(*map(full_values, t.parts))) for t in exported_tensors(model))
-    adapter = ((name, p.detach().contiguous()) for name, p in adapter_tensors(model))
+    adapter = ((name, p.detach().clone()) for name, p in adapter_tensors(model))  # files share no memory
     return ModelCopy(model, probe, logits, itertools.chain(merged, persistent_buffers(base)), adapter)
 
 

@@ -62,11 +62,6 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
     return ModelConfig(path=path, revision=revision, rope=config.model.rope, **options)
 
 
-def holds_base(config: RunConfig) -> bool:
-    """Return whether the model before training is in memory, under adapters or as the teacher."""
-    return config.model.lora is not None or config.objective.resolved_teacher == BASE
-
-
 def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[Manifest]) -> None:
     """Raise UserError for a teacher with too small a vocabulary or context, or with another tokenizer."""
     teacher = config.objective.resolved_teacher
@@ -139,7 +134,7 @@ def add_teacher(
     fused = model
     if config.model.lora is not None:
         fused = model.get_base_model()
-        fused.base_teacher = BaseTeacher(model)
+        fused.base_teacher = BaseTeacher(model) if config.holds_base else None
     zero = ds_config["zero_optimization"]
     if config.objective.average_decay is not None:
         if (zero.get("offload_param") or {}).get("device") == "nvme":

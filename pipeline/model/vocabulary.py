@@ -98,8 +98,8 @@ def iterate_texts(data: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> Ite
 def resize(model: Any, extension: Extension, multiple: int) -> None:
     """Add the rows of new pieces to embeddings and head.
 
-    A row is the mean of the rows of its old pieces, in float32. Special tokens get the mean of all old rows.
-    Raises UserError if old tokens have no embedding.
+    A row is the mean of the rows of its old pieces, in float32 (FVT, Gee et al. 2022). Special tokens get the
+    mean of all old rows. Raises UserError if old tokens have no embedding.
     """
     weight = model.get_input_embeddings().weight
     known = min(extension.parts, default=len(weight))  # new ids follow the old ones

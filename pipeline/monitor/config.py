@@ -41,9 +41,9 @@ class MonitorConfig(Section):
     eval_rows: int = mark(FREE, 512, gt=0)
     """Largest number of rows of each validation set."""
     kl_from_base: int | None = mark(FREE, None, ge=0)
-    """Validation measures KL(base, model), the divergence from the model before training. With LoRA or
-    `objective.teacher: base` it is exact, and on unless this is 0. For other runs, set the number of most
-    likely tokens per position to store before step 0, for example 64."""
+    """Validation measures KL(base, model), the divergence from the model before training. With LoRA
+    (without `train_embeddings`) or `objective.teacher: base` it is exact, and on unless this is 0. For other
+    runs, set the number of most likely tokens per position to store before step 0, for example 64."""
     sample_prompts: list[str] = mark(FREE, [])
     """Texts that the model continues before the first step and at every save."""
     sample_tokens: int = mark(FREE, 64, gt=0)

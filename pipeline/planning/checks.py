@@ -422,7 +422,8 @@ def _exported_shapes(model: nn.Module) -> dict[str, list[int]]:
         sharing = names[id(tensor.parts[0])]
         if len(tensor.parts) > 1 and len(sharing) > 1:  # adapters of one name would change the other
             problem = f"{' and '.join(sharing)} are one tensor, and adapters on one cannot be exported"
-            raise UserError(f"model.lora.targets: {problem}. Remove it from the targets", code="lora-targets")
+            cure = "Remove it from the targets. model.lora.train_embeddings=true trains it in full"
+            raise UserError(f"model.lora.targets: {problem}. {cure}", code="lora-targets")
         parts = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
         shapes[tensor.name] = list(tensor.merged(*parts).shape)
     return shapes

@@ -70,6 +70,7 @@ class Sizes:
     tensors: int  # number of parameter tensors
     quantized: int = 0  # frozen parameters stored in NF4
     idle: int = 0  # parameters of experts that a token is not routed to
+    trains_head: bool = True
 
     @property
     def active(self) -> int:
@@ -232,8 +233,7 @@ def _gathered_bytes(sizes: Sizes, setup: Setup, shard: float) -> float:
 
 def _bucket_bytes(sizes: Sizes, setup: Setup) -> float:
     """Return the memory of communication buckets."""
-    trains_head = sizes.trainable == sizes.parameters
-    buckets = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
+    buckets = (4 if sizes.trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
     return min(buckets, 2.0 * sizes.trainable * 4)
 
 
@@ -241,7 +241,7 @@ def _loss_bytes(sizes: Sizes, setup: Setup) -> float:
     head = sizes.vocabulary * sizes.hidden
     logits = setup.tokens * sizes.vocabulary * setup.width
     loss = min(setup.chunk_mb * 2**20, logits) + 2 * setup.tokens * sizes.hidden * 4
-    loss += head * (4 + setup.width) if sizes.trainable == sizes.parameters else 0.0
+    loss += head * (4 + setup.width) if sizes.trains_head else 0.0
     if setup.cost:
         loss += head * setup.width + setup.cache_mb * 2**20
     return loss

@@ -44,7 +44,7 @@ from ..model.build import model_config
 from ..model.export import unwrap
 from ..model.nf4 import linear_weights
 from ..model.objective_config import BASE, ends
-from ..model.teacher import KEY, holds_base, teacher_config
+from ..model.teacher import KEY, teacher_config
 from . import footprint
 from .checks import PlannedRun, TrainingRun, check_plan
 from .footprint import MOMENTS_8BIT, Memory, Setup, Sizes, Time
@@ -89,6 +89,7 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig, linear_dtype: str | 
         tensors=len(parameters),
         quantized=sum(weight.numel() for weight in linear_weights(base)) if linear_dtype else 0,
         idle=idle,
+        trains_head=outside[0].weight.requires_grad,
     )
 
 
@@ -297,7 +298,7 @@ def _recipe_rows(
     rows.append(("ZeRO", f"stage {setup.stage}{note}"))
     if setup.teacher is not None:
         rows.append(("teacher", _describe_teacher(config, setup, sizes)))
-    if config.train.kl_from_base and config.data.validation_sets and not holds_base(config):
+    if config.train.kl_from_base and config.data.validation_sets and not config.holds_base:
         tokens = len(config.data.validation_sets) * config.train.eval_rows * config.data.sequence_len
         dtype = top_dtype(min(config.train.kl_from_base, sizes.vocabulary - 1), sizes.vocabulary, "<f4")
         stored = f"at most {tokens * dtype.itemsize / GB:,.2g} GB of predictions in the run directory"

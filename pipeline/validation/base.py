@@ -30,7 +30,6 @@ from ..control.run_dir import VALIDATION
 from ..control.world import World, gather_objects, raise_on_all_ranks, run_on_main
 from ..engine.engine import Engine
 from ..loss.models.head import BASE_IDS, BASE_LOG_P, FROM_BASE, MicroBatch
-from ..model.teacher import holds_base
 from .evaluation import Base
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def find_bases(config: RunConfig, engine: Engine, sets: dict[str, Batches], step
     At step 0 the model is the base. If the base is not kept in memory, its predictions are stored then.
     """
     k = config.train.kl_from_base
-    live = holds_base(config)
+    live = config.holds_base
     if k == 0 or (k is None and not live):
         return {}
     if live:

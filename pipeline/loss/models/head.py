@@ -336,8 +336,9 @@ def require_plain_head(model: Any) -> None:
     if wrapper.__module__.startswith("peft."):
         raise UserError(
             f"PEFT wraps the output head of {type(model).__name__} ({wrapper.__name__}), but the fused loss "
-            "needs its weight; remove the head and a tied embedding from model.lora.targets (in PEFT: "
-            "target_modules, modules_to_save, trainable_token_indices)",
+            "needs its weight; remove the head and a tied embedding from model.lora.targets and set "
+            "model.lora.train_embeddings=true to train them (in PEFT, remove them from target_modules, "
+            "modules_to_save and trainable_token_indices, and unfreeze their weights)",
             code="adapted-head",
         )
 

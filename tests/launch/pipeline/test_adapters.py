@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -16,9 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emo.common.errors import UserError
+from emo.eval.models.base import Item
 from emo.eval.models.model import EvaluatedModel
 from emo.pipeline.checkpoint.export import export_checkpoint
 from emo.pipeline.control.run_dir import read_metrics
+from emo.pipeline.model.adapters import add_lora, check_adapter, load_adapter
+from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.nf4 import nf4_options, prepare_nf4
 from tests.helpers.launching import kill_ranks, losses, run_alone, run_ranks, tiny_recipe
 
@@ -93,6 +97,51 @@ def test_a_run_continues_an_adapter_and_resumes(
     assert not done.returncode, done.stdout
     (_, continued, _), (_, restarted, _) = losses(tmp_path / "undisturbed")[0], losses(tmp_path / "merged")[0]
     assert continued == pytest.approx(restarted, abs=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_train_next_to_adapters(base: tuple[Path, Path], tmp_path: Path, tied: bool) -> None:
+    start = shutil.copytree(base[1], tmp_path / "base")
+    before = AutoModelForCausalLM.from_pretrained(start)
+    before.config.tie_word_embeddings = tied
+    before.tie_weights()
+    before.save_pretrained(start)
+    settings = (f"model.path={start}", "model.lora.train_embeddings=true", "model.lora.export=both")
+    settings += ("train.only=embeddings", "train.only_steps=2", "deepspeed=ds_configs/zero3.json")
+    options = train(base, tmp_path / "undisturbed", *settings)
+    done = run_alone(options[0], f"output_dir={tmp_path / 'alone'}", *options[2:])
+    assert not done.returncode, done.stdout
+    np.testing.assert_allclose(losses(tmp_path / "alone"), losses(tmp_path / "undisturbed"), rtol=1e-4)
+    export = tmp_path / "undisturbed/export"
+    expected = load_file(export / "model.safetensors")
+    assert ("lm_head.weight" in expected) is not tied
+    if not tied:
+        killed = (options[0], f"output_dir={tmp_path / 'killed'}", *options[2:])
+        kill_ranks(tmp_path / "killed", 5, "launch/continual.sh", *killed)
+        train(base, tmp_path / "killed", *settings)
+        assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+        weights = load_file(tmp_path / "killed/export/model.safetensors")
+        assert all(weights[name].equal(tensor) for name, tensor in expected.items())
+    export_checkpoint(tmp_path / "undisturbed/step-000006", tmp_path / "exported")
+    merged = AutoModelForCausalLM.from_pretrained(export)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        assert not getattr(merged, name)().weight.equal(getattr(before, name)().weight)
+    item = Item(PROBE[0].numpy(), [np.arange(5)])
+    (score,) = EvaluatedModel(str(export)).score([item])
+    for adapter in (export / "adapter", tmp_path / "exported/adapter"):
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), adapter)
+        assert torch.allclose(logits(model), logits(merged), atol=1e-5)
+        (other,) = EvaluatedModel(str(adapter)).score([item])
+        assert other.tails == pytest.approx(score.tails, abs=1e-4)
+    lora = {"r": 4, "use_rslora": True, "train_embeddings": True, "path": str(export / "adapter")}
+    config = ModelConfig.model_validate({"path": str(start), "lora": lora})
+    continued = add_lora(AutoModelForCausalLM.from_pretrained(start), config, 0)
+    check_adapter(continued, config.lora)
+    load_adapter(continued, lora["path"])
+    assert torch.allclose(logits(continued), logits(merged), atol=1e-5)
+    without = config.lora.model_copy(update={"train_embeddings": False})
+    with pytest.raises(UserError, match="train_embeddings"):
+        check_adapter(add_lora(before, config.model_copy(update={"lora": without}), 0), without)
 
 
 @contextlib.contextmanager

@@ -90,9 +90,17 @@ def test_a_mistake_gets_one_line(recipe: Path, override: str, expected: str) -> 
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_adapters_have_no_head_to_hold(recipe: Path) -> None:
-    with pytest.raises(UserError, match="head_lr_ratio"):
-        load_config(recipe, ["model.lora.r=2", "train.head_lr_ratio=0"])
+def test_what_adapters_do_with_embeddings_decides_which_settings_are_allowed(recipe: Path) -> None:
+    full = "model.lora.train_embeddings=true"
+    for settings in (
+        ["train.head_lr_ratio=0"],
+        ["train.only=embeddings"],
+        [full, "objective={name: kl, teacher: base}"],
+        [full, "objective={name: kl, teacher: {ema: 0.9}}"],
+    ):
+        with pytest.raises(UserError, match="train_embeddings"):
+            load_config(recipe, ["model.lora.r=2", *settings])
+    assert not load_config(recipe, ["model.lora.r=2", full, "train.head_lr_ratio=0.1"]).holds_base
 
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64))

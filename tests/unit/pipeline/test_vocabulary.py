@@ -53,6 +53,10 @@ def test_text_needs_fewer_tokens_and_old_ids_stay(tmp_path: Path, kind: str) -> 
     assert extension.tokens_after == sum(map(len, after)) < 0.9 * sum(map(len, before))
     expanded = [[part for i in ids for part in extension.parts.get(i, [i])] for ids in after]
     assert expanded == before  # each new piece stands for exactly these old ones
+    pieces = {number: piece for piece, number in new.get_vocab().items()}
+    del extension.parts[size + 100]
+    for number, parts in extension.parts.items():  # whose mean is FVT
+        assert [token.id for token in old.model.tokenize(pieces[number])] == parts
     assert [new.decode(ids) for ids in after] == [old.decode(ids) for ids in before]
 
 
