@@ -80,7 +80,7 @@ from .selection import contamination
 from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import Selection
-from .selection.token_limit import limit_tokens
+from .selection.token_limit import TokenLimit
 from .shards import costs
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
 from .shards.format import HASHES, MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
@@ -377,7 +377,7 @@ class Preparation:
         if config.limit_tokens is not None:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
             with WorkerPool(self.workers, counting, encode) as pool:
-                plan = limit_tokens(config, plan, inputs, pool)
+                plan = TokenLimit(config, plan, inputs, pool, selection).run(selection.stages)
         say(f"not used: {'; '.join(describe_left_out(summary)) or 'nothing'}")
         for line in (*describe_columns(summary), *summary.pop("notes")):
             say(line)

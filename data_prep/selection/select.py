@@ -93,7 +93,8 @@ class Selection:
                 code="too-many-rows",
             )
         try:
-            self._run(Stages(self.parts, self.directory, first, ended, say))
+            self.stages = Stages(self.parts, self.directory, first, ended, say)
+            self._run(self.stages)
         except EndedError:
             return False
         except OSError:  # another job removed the files after it had finished the plan
@@ -201,7 +202,7 @@ class Selection:
             for batch in read_buckets(self.rows, 0, split):
                 for start in range(0, len(batch), GROUP_ROWS):
                     row, packed = batch[start : start + GROUP_ROWS].T
-                    yield [row, packed >> np.uint64(COPIES), packed & np.uint64((1 << COPIES) - 1)]
+                    yield [row, *unpacked(packed)]
 
     def _pieces(self) -> Iterator[list[np.ndarray]]:
         """Yield the pieces of all parts, as PIECES."""
@@ -211,6 +212,11 @@ class Selection:
             ends = first + np.cumsum(pieces[3])
             yield [ends - pieces[3], *pieces]
             first += int(pieces[3].sum())
+
+
+def unpacked(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values and the copies that numbers were packed from, both uint64."""
+    return numbers >> np.uint64(COPIES), numbers & np.uint64((1 << COPIES) - 1)
 
 
 def _quotas(training: Totals, limit: int, inputs: int) -> np.ndarray | None:
