@@ -25,6 +25,7 @@ from .prepare import LoadedPlan, Preparation, Say, prepare
 from .selection.row_units import divide_rows
 from .selection.scan import Scan, scanner
 from .selection.select import Selection
+from .selection.token_limit import TokenLimit
 from .shards.format import HASHES, ShardInfo
 
 RETRIES = 20  # of a task whose process or node died, or which met a failure that may pass
@@ -69,6 +70,9 @@ def prepare_on_ray(config: DataConfig, workers: int, force: bool, say: Say) -> N
 class RayPreparation(Preparation):
     """A preparation whose units and shards are tasks of the connected cluster."""
 
+    _alone = False
+    _selected: tuple[bool, bool] | None = None  # the last arguments of tasks that are done
+
     def scan(self, first: float, alone: bool = False) -> Scan:
         """Make the missing parts of all units. The arguments concern other jobs, which tasks do not need."""
         scan = self.open_scan()
@@ -89,14 +93,23 @@ class RayPreparation(Preparation):
 
     def select(self, scan: Scan, first: float, alone: bool = False) -> Selection | None:
         """Let tasks make the units, one for each CPU at most, and return the selection."""
+        self._alone = alone
+        self._select_in_tasks(len(divide_rows([scan.parts[unit.number] for unit in scan.units])), False)
+        return super().select(scan, first, alone)
+
+    def limit(self, selection: Selection) -> TokenLimit:
+        """Let tasks count the tokens, and return the limit."""
+        self._select_in_tasks(len(selection.stages.units), True)
+        return super().limit(selection)
+
+    def _select_in_tasks(self, units: int, limit: bool) -> None:
         import ray
 
-        units = len(divide_rows([scan.parts[unit.number] for unit in scan.units]))
         step = -(-units // max(1, int(ray.cluster_resources().get("CPU", 1))))
-        begins = range(0, units, step) if units > 1 else ()
-        for _ in self._run_tasks(_select, begins, units, alone):
+        begins = range(0, units, step) if units > 1 and (limit, self._alone) != self._selected else ()
+        for _ in self._run_tasks(_select, begins, units, self._alone, limit):
             pass
-        return super().select(scan, first, alone)
+        self._selected = limit, self._alone
 
     def make_shards(self, loaded: LoadedPlan, shards: list[int], hashes: Hashes) -> list[ShardInfo]:
         began = time.perf_counter()
@@ -162,12 +175,20 @@ def _make_part(config: str, number: int) -> None:
     scan.make_part(scan.units[number], pool, lambda count: None)
 
 
-def _select(config: str, number: int, units: int, alone: bool) -> None:
-    """In a task: select rows together with other tasks, beginning with unit `number`."""
+def _select(config: str, number: int, units: int, alone: bool, limit: bool) -> None:
+    """In a task: select rows together with other tasks, beginning with unit `number`.
+
+    limit: also those within data.limit_tokens.
+    """
     scan, _ = _scan(config)
+    job = _job(config)
     forget_listings()
-    if all(map(scan.is_complete, scan.units)):
-        _job(config).select(scan, number / units, alone)
+    if not all(map(scan.is_complete, scan.units)):
+        return
+    selection = job.select(scan, number / units, alone)
+    if limit and selection is not None:
+        job.refresh()
+        selection.share(lambda: job.limit(selection))
 
 
 def _make_shard(config: str, shard: int) -> ShardInfo:

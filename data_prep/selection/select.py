@@ -92,20 +92,25 @@ class Selection:
                 f"{MOST_ROWS:,} rows and {MOST_SPLITS:,} sets at once",
                 code="too-many-rows",
             )
+        self.stages = Stages(self.parts, self.directory, first, ended, say)
+        return self.share(self._run)
+
+    def share(self, make: Callable[[], object]) -> bool:
+        """Make stages with a function. Return False if another job has finished the plan."""
         try:
-            self.stages = Stages(self.parts, self.directory, first, ended, say)
-            self._run(self.stages)
+            make()
         except EndedError:
             return False
-        except OSError:  # another job removed the files after it had finished the plan
+        except Exception:  # of any reader, if another job removed the files after it had finished the plan
             forget_listings()
-            if not ended():
+            if not self.stages.ended():
                 raise
             return False
         return True
 
-    def _run(self, stages: Stages) -> None:
+    def _run(self) -> None:
         config = self.config
+        stages = self.stages
         if config.dedup != "none":
             drop_equal(stages, CODE["duplicate"])
         if config.dedup == "near":

@@ -20,11 +20,9 @@ from emo.common.errors import UserError
 from emo.common.parallel import WorkerPool
 
 from ..config import TRAIN, DataConfig
-from ..sources.reader import SourceReader
 from .buckets import Chunk, read_buckets
 from .plan import COLUMNS, ROWS, Plan, PlannedRows, write_table
 from .select import COPIES, Selection, unpacked
-from .stages import Stages
 
 WIDTH = 3  # of a counted row: when it is due, the row with its copies, and the tokens of a copy
 INTERVALS = WIDTH << 9
@@ -52,58 +50,53 @@ class TokenLimit:
         self,
         config: DataConfig,
         plan: Plan,
-        inputs: list[SourceReader],
         workers: WorkerPool,
         selection: Selection,
     ) -> None:
-        """Args:
-        config: the data section of the recipe.
-        plan: the plan without the limit.
-        inputs: the readers of the sources.
-        workers: count tokens, see `encode.counting`.
-        selection: the selection of the rows of the plan.
+        """Make all stages, together with other jobs. Raises UserError if the limit takes nothing.
+
+        Args:
+            config: the data section of the recipe.
+            plan: the plan without the limit.
+            workers: count tokens, see `encode.counting`.
+            selection: the selection of the rows of the plan.
         """
         self.config = config
         self.plan = plan
-        self.inputs = inputs
         self.workers = workers
+        self.inputs = inputs = selection.inputs
+        self.stages = selection.stages
         self.rows = selection.rows
         self.training = selection.limited.used(0)
         self.available = np.bincount(self.training.source, self.training.rows, len(inputs)).astype(np.int64)
         self.name = f"tokens-{plan.summary['tokenizer']['fingerprint'][:16]}"  # it may have been changed
         self._times = [0.0]  # up to which tokens are counted
         self._counted: list[list[Path]] = []  # by time and unit
-        self._sums: np.ndarray  # int64 [units, all intervals]: tokens
+        self._sums = np.zeros((len(self.stages.units), 0), np.int64)  # by unit and interval: tokens
+        self._taken = self._run()  # files of `_assign_shards`
 
-    def run(self, stages: Stages) -> Plan:
-        """Replace the training rows of the plan by those within the limit. Its summary is changed.
-
-        Raises UserError if the limit takes nothing.
-        """
+    def _run(self) -> list[Path]:
         limit, block = self.config.limit_tokens, self.config.sequence_len
         is_text = self.config.kind == "text"
         assert limit is not None
         if is_text and limit < block:
             raise _nothing_error(limit, f"a block has {block:,}")
         wanted = limit // block * block if is_text else limit
-        self._sums = np.zeros((len(stages.units), 0), np.int64)
         target = wanted + (not is_text)  # the row that reaches it is the last
-        for turn in itertools.count():
-            end = self._find_end(stages, turn, target)
-            paths = self._assign_shards(stages, turn, end)
+        while True:
+            end = self._find_end(target)
+            paths = self._assign_shards(target, end)
             if not is_text:
-                break
+                return paths
             blocks = self._count_blocks(paths)
             missing = wanted - int(blocks.sum()) * block  # lost at the ends of shards and domains
             if missing <= 0 or end.due == LAST:
                 quotas = _trim(blocks, max(0, -missing // block)) * block
                 self.plan.summary["token_quotas"] = quotas.tolist()
-                break
+                return paths
             target = int(end.amounts.sum()) + missing
-        self._save_rows(paths)
-        return Plan(self.plan.path, self.plan.summary)
 
-    def _count_more(self, stages: Stages, target: int) -> None:
+    def _count_more(self, target: int) -> None:
         """Count the tokens of about as many more rows as are missing for `target` tokens."""
         rows = int(self.available.sum())
         begin = self._times[-1]
@@ -114,7 +107,7 @@ class TokenLimit:
             estimate = 3 * target * copies / max(1, self.plan.summary["chars"][TRAIN]) / rows
         end = min(1.0, max(estimate, begin + 256 / rows))
         name = f"{self.name}-{len(self._counted)}"
-        paths = stages.run(name, lambda number: self._count_unit(number, begin, end), 2)
+        paths = self.stages.run(name, lambda number: self._count_unit(number, begin, end), 2)
         sums = np.concatenate(list(read_buckets(paths, 1))).astype(np.int64)
         self._sums = np.concatenate([self._sums, sums.reshape(-1, INTERVALS)], axis=1)
         self._counted.append(paths)
@@ -138,10 +131,10 @@ class TokenLimit:
         sums = np.bincount(_intervals(due, begin, end), tokens * copies, INTERVALS).astype(np.uint64)
         yield sums.reshape(-1, WIDTH), np.ones(INTERVALS // WIDTH)
 
-    def _find_end(self, stages: Stages, turn: int, target: int) -> _End:
+    def _find_end(self, target: int) -> _End:
         """Return the row whose tokens reach a target."""
         while self._times[-1] < 1 and int(self._sums.sum()) < target:
-            self._count_more(stages, target)
+            self._count_more(target)
         ends = np.cumsum(self._sums.sum(axis=0))
         if ends[-1] < target:
             return _End(LAST, LAST, 0, self._sums.sum(axis=1))
@@ -154,7 +147,7 @@ class TokenLimit:
             records = records[_intervals(due, *self._times[time : time + 2]) == inside]
             yield records, np.zeros(len(records))
 
-        found = _joined(read_buckets(stages.run(f"{self.name}-end-{turn}", candidates, 1), 0), WIDTH)
+        found = _joined(read_buckets(self.stages.run(f"{self.name}-end-{target}", candidates, 1), 0), WIDTH)
         due, packed, tokens = found[np.lexsort((found[:, 1], found[:, 0]))].T
         rows, copies = unpacked(packed)
         copies = copies.astype(np.int64)
@@ -167,10 +160,10 @@ class TokenLimit:
             if not before + int(amount[: at + 1].sum()):
                 raise _nothing_error(target - 1, f"the first example has {int(tokens[at]):,}")
         amounts = self._sums[:, :interval].sum(axis=1)
-        np.add.at(amounts, stages.units_of(rows[: at + 1]), amount[: at + 1])
+        np.add.at(amounts, self.stages.units_of(rows[: at + 1]), amount[: at + 1])
         return _End(due[at], packed[at], int(copies[at]), amounts)
 
-    def _assign_shards(self, stages: Stages, turn: int, end: _End) -> list[Path]:
+    def _assign_shards(self, target: int, end: _End) -> list[Path]:
         """Return files of the used rows with their shards, and of the tokens of each shard and domain.
 
         Each shard gets consecutive rows with about the same number of tokens.
@@ -199,7 +192,7 @@ class TokenLimit:
             used = np.stack([rows, placed], axis=1)[copies > 0]
             yield used, np.ones(len(used))
 
-        return stages.run(f"{self.name}-shards-{turn}", assigned, 2)
+        return self.stages.run(f"{self.name}-shards-{target}", assigned, 2)
 
     def _domains(self) -> tuple[np.ndarray, int]:
         """Return the number of each input's domain, int64 [inputs], and how many there are."""
@@ -216,14 +209,14 @@ class TokenLimit:
             np.add.at(totals, group, tokens)
         return (totals // self.config.sequence_len).reshape(shape).sum(axis=1)
 
-    def _save_rows(self, paths: list[Path]) -> None:
-        """Replace the training rows of the plan, and update its summary."""
+    def save(self) -> Plan:
+        """Replace the training rows of the plan by those within the limit, and return it."""
         config = self.config
         summary = self.plan.summary
         rows, copies = np.zeros((2, len(self.inputs)), np.int64)
 
         def kept() -> Iterator[PlannedRows]:
-            for batch in read_buckets(paths, 1):
+            for batch in read_buckets(self._taken, 1):
                 planned = PlannedRows(batch[:, 0], *unpacked(batch[:, 1]))
                 inputs = self.plan.inputs_of(planned.row.astype(np.int64))
                 np.add.at(rows, inputs, 1)
@@ -237,6 +230,7 @@ class TokenLimit:
             source[TRAIN] = count
             for rejected in (source["rejected"], summary["rejected"]) if fewer else ():
                 rejected["limit"] = rejected.get("limit", 0) + fewer
+        return Plan(self.plan.path, summary)
 
 
 def _joined(batches: Iterator[np.ndarray], width: int) -> np.ndarray:

@@ -43,7 +43,8 @@ def files(tmp_path: Path) -> Iterator[Path]:
 def config_of(root: Path, directory: str = ADDRESS) -> DataConfig:
     """Each source is a unit, because it has a limit."""
     sources = [{"files": f"{i}.jsonl", "limit": 40} for i in range(5)]
-    return data_config(root, dir=directory, sources=sources, shards=4, validation_fraction=0.2)
+    options = {"shards": 4, "validation_fraction": 0.2, "limit_tokens": 5000}
+    return data_config(root, dir=directory, sources=sources, **options)
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,8 @@ def test_bytes_do_not_depend_on_workers_jobs_or_units(
     rows = texts(400, sentences=60) if kind == "text" else alpaca_rows(1500)  # several pieces
 
     def config_of(name: str) -> DataConfig:
-        return world(tmp_path, rows, dir=str(tmp_path / name), kind=kind, sequence_len=128)
+        options = {"kind": kind, "sequence_len": 128, "limit_tokens": 40_000}
+        return world(tmp_path, rows, dir=str(tmp_path / name), **options)
 
     run(config_of("alone"))
     run(config_of("workers"), workers=3)
