@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from emo.common.cli.progress import progress
@@ -26,6 +26,7 @@ from .selection.row_units import divide_rows
 from .selection.scan import Scan, scanner
 from .selection.select import Selection
 from .selection.token_limit import TokenLimit
+from .shards.costs import peak_memory
 from .shards.format import HASHES, ShardInfo
 
 RETRIES = 20  # of a task whose process or node died, or which met a failure that may pass
@@ -78,7 +79,8 @@ class RayPreparation(Preparation):
         scan = self.open_scan()
         left = [unit.number for unit in scan.units if not scan.is_complete(unit)]
         done = 0
-        with progress("reading", sum(scan.units[number].size for number in left), self.say) as advance:
+        total = sum(scan.units[number].size for number in left)
+        with progress("reading", total, self.say) as advance, self.stopwatch.time("reading"):
             for number, _ in self._run_tasks(_make_part, left):
                 done += scan.units[number].size
                 advance(done)
@@ -107,16 +109,18 @@ class RayPreparation(Preparation):
 
         step = -(-units // max(1, int(ray.cluster_resources().get("CPU", 1))))
         begins = range(0, units, step) if units > 1 and (limit, self._alone) != self._selected else ()
-        for _ in self._run_tasks(_select, begins, units, self._alone, limit):
-            pass
+        with self.stopwatch.time("selection"):
+            for _ in self._run_tasks(_select, begins, units, self._alone, limit):
+                pass
         self._selected = limit, self._alone
 
     def make_shards(self, loaded: LoadedPlan, shards: list[int], hashes: Hashes) -> list[ShardInfo]:
         began = time.perf_counter()
         infos = []
-        for _, info in self._run_tasks(_make_shard, shards):
-            self.say_shard(info)
-            infos.append(info)
+        with self.stopwatch.time("shards"):
+            for _, info in self._run_tasks(_make_shard, shards):
+                self.say_shard(info)
+                infos.append(info)
         self.say_rate(infos, time.perf_counter() - began)
         return infos
 
@@ -131,13 +135,18 @@ class RayPreparation(Preparation):
 
         again: Any = [FailureError, OSError]
         options: dict[str, Any] = {"num_cpus": 1, "max_retries": RETRIES, "retry_exceptions": again}
-        task = ray.remote(scheduling_strategy="SPREAD", **options)(function)
+
+        @wraps(function)
+        def measured(*values: Any) -> tuple[Any, float]:
+            return function(*values), peak_memory(1)
+
+        task = ray.remote(scheduling_strategy="SPREAD", **options)(measured)
         config = self.config.model_dump_json()
         waiting = {task.remote(config, number, *arguments): number for number in numbers}
         while waiting:
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)
             try:
-                result = ray.get(done)
+                result, memory = ray.get(done)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             except ray.exceptions.RayError as error:
@@ -145,6 +154,7 @@ class RayPreparation(Preparation):
                     f"Ray gave up a task after {RETRIES} retries ({one_line(error)}). Run the command again",
                     code="unreachable",
                 ) from None
+            self.stopwatch.largest = max(self.stopwatch.largest, memory)
             yield waiting.pop(done), result
 
 

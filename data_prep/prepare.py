@@ -177,7 +177,7 @@ def prepare(
             if config.limit_tokens is not None and selection is not None:
                 with job.lock_planning():
                     if not (config.dir / PLAN).is_file():
-                        job.draft(scan, selection)
+                        selection.share(lambda: job.draft(scan, selection))
                 selection.share(lambda: job.limit(selection))
             with job.lock_planning():
                 if not (config.dir / PLAN).is_file():
@@ -393,6 +393,9 @@ class Preparation:
     def make_plan(self, scan: Scan, selection: Selection | None) -> None:
         """Make the plan of the selected rows and publish it with its files. Raises UserError, see `draft`."""
         assert selection is not None, "the plan was removed"
+        selection.share(lambda: self._finish_plan(scan, selection))
+
+    def _finish_plan(self, scan: Scan, selection: Selection) -> None:
         plan = self.draft(scan, selection)
         if self.config.limit_tokens is not None:
             plan = self.limit(selection).save()

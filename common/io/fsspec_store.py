@@ -128,6 +128,14 @@ def _patient(request: Callable[P, R]) -> Callable[P, R]:
 class PatientStore(FsspecStore):
     """A store that repeats failed requests for PATIENCE seconds, because servers fail and restart."""
 
+    describe_files = _patient(FsspecStore.describe_files)
+    modified = _patient(FsspecStore.modified)
+    read = _patient(FsspecStore.read)
+    write = _patient(FsspecStore.write)
+    upload = _patient(FsspecStore.upload)
+    delete = _patient(FsspecStore.delete)
+    inspect = _patient(FsspecStore.inspect)
+
     def create(self, name: str, content: bytes) -> None:
         """Write a file that does not exist, with a unique content.
 
@@ -144,7 +152,3 @@ class PatientStore(FsspecStore):
         sink.seek(0)
         sink.truncate()
         super().download(name, sink)
-
-
-for _name in ("describe_files", "modified", "read", "write", "upload", "delete", "inspect"):
-    setattr(PatientStore, _name, _patient(getattr(FsspecStore, _name)))

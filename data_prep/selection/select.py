@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from emo.common.errors import UserError
+from emo.common.io.files import remove_matching
 from emo.common.io.objects import forget_listings
 
 from ..config import VALIDATION, DataConfig, describe_set
 from ..sources.reader import SourceReader
 from ..sources.spec import CODE, REASONS, SELECTION, UNREADABLE
-from .buckets import Chunk, read_buckets
+from .buckets import Chunk, DamagedError, read_buckets
 from .compare import MOST_ROWS, MOST_SPLITS
 from .plan import COLUMNS, GROUP_ROWS, PIECES, ROWS, Plan, Summary, write_table
 from .scan import BEYOND_LIMIT, ScanPart
@@ -96,21 +97,33 @@ class Selection:
         return self.share(self._run)
 
     def share(self, make: Callable[[], object]) -> bool:
-        """Make stages with a function. Return False if another job has finished the plan."""
-        try:
-            make()
-        except EndedError:
-            return False
-        except Exception:  # of any reader, if another job removed the files after it had finished the plan
-            forget_listings()
-            if not self.stages.ended():
-                raise
-            return False
+        """Make stages with a function. Return False if another job has finished the plan.
+
+        Damaged files are made again.
+        """
+        left = [make]
+        while left:
+            try:
+                left[-1]()
+                left.pop()
+            except EndedError:
+                return False
+            except Exception as error:  # of any reader, as the job that finishes the plan removes all files
+                forget_listings()
+                if self.stages.ended():
+                    return False
+                if not isinstance(error, DamagedError):
+                    raise
+                self.stages.say(f"{error}; making it again")
+                remove_matching(error.path.parent, [error.path.name])
+                left.append(self._run)
         return True
 
     def _run(self) -> None:
         config = self.config
         stages = self.stages
+        stages.dropped = []
+        self._quotas = None
         if config.dedup != "none":
             drop_equal(stages, CODE["duplicate"])
         if config.dedup == "near":

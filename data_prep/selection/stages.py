@@ -61,7 +61,7 @@ class Stages:
         self._directory = directory
         self._first = first
         self.ended = ended
-        self._say = say
+        self.say = say
         made_from = [[part.key for part in parts], self._ends.tolist(), BLOCK_ROWS]
         self._key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
@@ -88,7 +88,7 @@ class Stages:
             directory,
             lambda number: existed_recently(paths[number]) or self.ended(),
             lambda number: write_buckets(paths[number], buckets or len(self.units), chunks(number)),
-            lambda count, job: self._say(
+            lambda count, job: self.say(
                 f"waiting for {count} units of the selection; other jobs make them: {job}"
             ),
         )

@@ -39,6 +39,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.largest = 0.0  # peak memory in bytes of a process that is no child
 
     @contextlib.contextmanager
     def time(self, stage: str) -> Iterator[None]:
@@ -51,18 +52,18 @@ class Stopwatch:
         """Write the costs of job (i, n) if it had all stages. workers: number of its worker processes."""
         if self.seconds.keys() < set(Costs._fields[:3]):
             return
-        costs = Costs(**self.seconds, memory=peak_memory(workers))
+        costs = Costs(**self.seconds, memory=peak_memory(workers, self.largest))
         write_text(
             directory / FILES.replace("*", f"{job[0]}-of-{job[1]}"), json.dumps(costs._asdict()) + "\n"
         )
 
 
-def peak_memory(workers: int) -> float:
-    """Return the peak memory of this process and its workers in bytes."""
-    mine, largest = (
-        resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+def peak_memory(workers: int, elsewhere: float = 0.0) -> float:
+    """Return the peak memory of this process and its workers in bytes. elsewhere: of a worker of Ray."""
+    mine, child = (
+        resource.getrusage(who).ru_maxrss * 1024.0 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    return mine + (workers * largest if workers > 1 else 0)
+    return mine + workers * (elsewhere or (child if workers > 1 else 0))
 
 
 def read_costs(directory: Path) -> Costs | None:
