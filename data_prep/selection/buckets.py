@@ -55,7 +55,7 @@ def write_buckets(path: Path, buckets: int, chunks: Iterable[Chunk]) -> None:
 def read_buckets(paths: Iterable[Path], bucket: int, chunk: int | None = None) -> Iterator[np.ndarray]:
     """Yield the records of a bucket of all files, in order and in batches. Raises DamagedError.
 
-    chunk: the only chunk to read.
+    chunk: the only chunk to read, which a file may not have.
     """
     waiting: list[np.ndarray] = []
     size = 0
@@ -67,7 +67,7 @@ def read_buckets(paths: Iterable[Path], bucket: int, chunk: int | None = None) -
                 *about, summary = np.frombuffer(file.read(8 * _TRAILER), np.uint64).tolist()
                 width, buckets, chunks = about
                 _require(summary == _summary(about) and end >= 16 * chunks * (buckets + 1))
-                for number in range(chunks) if chunk is None else (chunk,):
+                for number in range(chunks) if chunk is None else range(chunks)[chunk : chunk + 1]:
                     file.seek(end - 16 * ((chunks - number) * (buckets + 1) - bucket))
                     position, check, last, _ = np.frombuffer(file.read(32), np.uint64).tolist()
                     while position < last:

@@ -46,13 +46,7 @@ class TokenLimit:
     than one example is missing.
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        plan: Plan,
-        workers: WorkerPool,
-        selection: Selection,
-    ) -> None:
+    def __init__(self, config: DataConfig, plan: Plan, workers: WorkerPool, selection: Selection) -> None:
         """Make all stages, together with other jobs. Raises UserError if the limit takes nothing.
 
         Args:
@@ -69,6 +63,10 @@ class TokenLimit:
         self.rows = selection.rows
         self.training = selection.limited.used(0)
         self.available = np.bincount(self.training.source, self.training.rows, len(inputs)).astype(np.int64)
+        names = config.domains_of(TRAIN)
+        numbers = (names.index(each.source.domain_name) if each.split == 0 else 0 for each in inputs)
+        self.domains = np.array([*numbers])  # int64 [inputs]
+        self.groups = config.shards, len(names)
         self.name = f"tokens-{plan.summary['tokenizer']['fingerprint'][:16]}"  # it may have been changed
         self._times = [0.0]  # up to which tokens are counted
         self._counted: list[list[Path]] = []  # by time and unit
@@ -168,10 +166,9 @@ class TokenLimit:
 
         Each shard gets consecutive rows with about the same number of tokens.
         """
-        shards = self.config.shards
+        shards, domains = self.groups
         begins = np.cumsum(end.amounts) - end.amounts
         total = max(1, int(end.amounts.sum()))
-        domains, count = self._domains()
 
         def assigned(number: int) -> Iterator[Chunk]:
             records = _joined(read_buckets([paths[number] for paths in self._counted], 0), WIDTH)
@@ -184,7 +181,7 @@ class TokenLimit:
             before = begins[number] + np.cumsum(amount) - amount
             # Rows without tokens may come last.
             shard = np.minimum(before * shards // total, shards - 1)
-            group = shard * count + domains[self.plan.inputs_of(rows.astype(np.int64))]
+            group = shard * domains + self.domains[self.plan.inputs_of(rows.astype(np.int64))]
             groups, at = np.unique(group, return_inverse=True)
             sums = np.bincount(at, amount, len(groups))
             yield np.stack([groups, sums.astype(np.int64)], axis=1).astype(np.uint64), np.zeros(len(groups))
@@ -194,20 +191,13 @@ class TokenLimit:
 
         return self.stages.run(f"{self.name}-shards-{target}", assigned, 2)
 
-    def _domains(self) -> tuple[np.ndarray, int]:
-        """Return the number of each input's domain, int64 [inputs], and how many there are."""
-        names = self.config.domains_of(TRAIN)
-        numbers = [names.index(each.source.domain_name) if each.split == 0 else 0 for each in self.inputs]
-        return np.array(numbers), max(numbers) + 1
-
     def _count_blocks(self, paths: list[Path]) -> np.ndarray:
         """Return the number of complete blocks in each shard, int64 [shards]."""
-        shape = self.config.shards, self._domains()[1]
-        totals = np.zeros(shape[0] * shape[1], np.int64)
+        totals = np.zeros(self.groups, np.int64)
         for batch in read_buckets(paths, 0):
             group, tokens = batch.astype(np.int64).T
-            np.add.at(totals, group, tokens)
-        return (totals // self.config.sequence_len).reshape(shape).sum(axis=1)
+            np.add.at(totals.reshape(-1), group, tokens)
+        return (totals // self.config.sequence_len).sum(axis=1)
 
     def save(self) -> Plan:
         """Replace the training rows of the plan by those within the limit, and return it."""
