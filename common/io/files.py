@@ -65,7 +65,7 @@ def upload(file: Path, path: Path) -> None:
 
 def upload_tree(path: Path) -> None:
     """Upload a file, or all files of a directory, to the object store that they belong to, if any."""
-    for file in [*list_files(path)] or [path]:
+    for file in [path] if path.is_file() else list_files(path):
         upload(file, file)
 
 
