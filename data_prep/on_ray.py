@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from emo.common.cli.progress import progress
@@ -24,6 +24,8 @@ from .prepare import LoadedPlan, Preparation, Say, prepare
 from .selection.row_units import divide_rows
 from .selection.scan import Scan, scanner
 from .selection.select import Selection
+from .selection.token_limit import TokenLimit
+from .shards.costs import cpu_seconds, peak_memory
 from .shards.format import HASHES, ShardInfo
 
 
@@ -45,12 +47,16 @@ def prepare_on_ray(config: DataConfig, workers: int, force: bool, say: Say) -> N
 class RayPreparation(Preparation):
     """A preparation whose units and shards are tasks of the connected cluster."""
 
+    _alone = False
+    _selected: tuple[bool, bool] | None = None  # the last arguments of tasks that are done
+
     def scan(self, first: float, alone: bool = False) -> Scan:
         """Make the missing parts of all units. The arguments concern other jobs, which tasks do not need."""
         scan = self.open_scan()
         left = [unit.number for unit in scan.units if not scan.is_complete(unit)]
         done = 0
-        with progress("reading", sum(scan.units[number].size for number in left), self.say) as advance:
+        total = sum(scan.units[number].size for number in left)
+        with progress("reading", total, self.say) as advance, self.stopwatch.time("reading"):
             for number, _ in self._run_tasks(_make_part, left):
                 done += scan.units[number].size
                 advance(done)
@@ -65,29 +71,53 @@ class RayPreparation(Preparation):
 
     def select(self, scan: Scan, first: float, alone: bool = False) -> Selection | None:
         """Let tasks make the units, one for each CPU at most, and return the selection."""
+        self._alone = alone
+        self._select_in_tasks(len(divide_rows([scan.parts[unit.number] for unit in scan.units])), False)
+        return super().select(scan, first, alone)
+
+    def limit(self, selection: Selection) -> TokenLimit:
+        """Let tasks count the tokens, and return the limit."""
+        self._select_in_tasks(len(selection.stages.units), True)
+        return super().limit(selection)
+
+    def _select_in_tasks(self, units: int, limit: bool) -> None:
         import ray
 
-        units = len(divide_rows([scan.parts[unit.number] for unit in scan.units]))
         step = -(-units // max(1, int(ray.cluster_resources().get("CPU", 1))))
-        begins = range(0, units, step) if units > 1 else ()
-        for _ in self._run_tasks(_select, begins, units, alone):
-            pass
-        return super().select(scan, first, alone)
+        begins = range(0, units, step) if units > 1 and (limit, self._alone) != self._selected else ()
+        with self.stopwatch.time("selection"):
+            for _ in self._run_tasks(_select, begins, units, self._alone, limit):
+                pass
+        self._selected = limit, self._alone
 
     def make_shards(self, loaded: LoadedPlan, shards: list[int], hashes: Hashes) -> list[ShardInfo]:
         began = time.perf_counter()
         infos = []
-        for _, info in self._run_tasks(_make_shard, shards):
-            self.say_shard(info)
-            infos.append(info)
+        with self.stopwatch.time("shards"):
+            for _, info in self._run_tasks(_make_shard, shards):
+                self.say_shard(info)
+                infos.append(info)
         self.say_rate(infos, time.perf_counter() - began)
         return infos
 
     def _run_tasks(
         self, function: Callable[..., Any], numbers: Iterable[int], *arguments: Any
     ) -> Iterator[tuple[int, Any]]:
-        """Run tasks that call the function with the configuration, their number and the arguments."""
-        return run_tasks(function, self.config.model_dump_json(), numbers, *arguments)
+        """Yield each number with the result of its task, as they end, and add what the task took to the costs.
+
+        A task calls the function with the configuration, its number and the arguments.
+        """
+
+        @wraps(function)
+        def measured(*values: Any) -> tuple[Any, float, float]:
+            began = cpu_seconds()
+            return function(*values), cpu_seconds() - began, peak_memory(1)
+
+        for number, (result, *costs) in run_tasks(
+            measured, self.config.model_dump_json(), numbers, *arguments
+        ):
+            self.stopwatch.add_task(*costs)
+            yield number, result
 
 
 @cache
@@ -117,12 +147,20 @@ def _make_part(config: str, number: int) -> None:
     scan.make_part(scan.units[number], pool, lambda count: None)
 
 
-def _select(config: str, number: int, units: int, alone: bool) -> None:
-    """In a task: select rows together with other tasks, beginning with unit `number`."""
+def _select(config: str, number: int, units: int, alone: bool, limit: bool) -> None:
+    """In a task: select rows together with other tasks, beginning with unit `number`.
+
+    limit: also those within data.limit_tokens.
+    """
     scan, _ = _scan(config)
+    job = _job(config)
     forget_listings()
-    if all(map(scan.is_complete, scan.units)):
-        _job(config).select(scan, number / units, alone)
+    if not all(map(scan.is_complete, scan.units)):
+        return
+    selection = job.select(scan, number / units, alone)
+    if limit and selection is not None:
+        job.refresh()
+        selection.share(lambda: job.limit(selection))
 
 
 def _make_shard(config: str, shard: int) -> ShardInfo:

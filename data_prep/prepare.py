@@ -40,11 +40,10 @@ from emo.common.io.files import (
     claim_directory,
     find_foreign_files,
     full_disk,
-    list_files,
     remove_abandoned,
     remove_matching,
     signature,
-    upload,
+    upload_tree,
     write_text,
 )
 from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
@@ -81,7 +80,7 @@ from .selection import contamination
 from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import Selection
-from .selection.token_limit import limit_tokens
+from .selection.token_limit import TokenLimit
 from .shards import costs
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
 from .shards.format import HASHES, MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
@@ -108,6 +107,7 @@ OVERLAP = "contamination.json"
 NEW = ".new"  # the directory of planning jobs
 SCAN = "scan"  # in .new: the parts of the scan
 PIECES = "pieces.parquet"  # in .new: the pieces of the plan before it is complete
+DRAFT = "draft.parquet"  # in .new: the plan without data.limit_tokens
 PLANNING = ".planning"  # lease of the planning job
 JOBS = ".jobs"  # leases of all running jobs
 NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
@@ -174,10 +174,13 @@ def prepare(
         if not (config.dir / PLAN).is_file():
             scan = job.scan(shard[0] / shard[1])
             selection = job.select(scan, shard[0] / shard[1])
+            if config.limit_tokens is not None and selection is not None:
+                with job.lock_planning():
+                    if not (config.dir / PLAN).is_file():
+                        selection.share(lambda: job.draft(scan, selection))
+                selection.share(lambda: job.limit(selection))
             with job.lock_planning():
                 if not (config.dir / PLAN).is_file():
-                    if not (job.new / SETTINGS).is_file():  # a job died while it published the plan
-                        job.set_up()
                     job.make_plan(scan, selection)
                 job.clear()  # also the local copies on this host
         hashes = Hashes(config.dir / HASHES)
@@ -293,8 +296,7 @@ class Preparation:
                 reader.probe()
             if chat is not None and config.template in BUILT_IN:
                 set_chat_template(self.new / TOKENIZER, chat.text)
-            for path in list_files(self.new / TOKENIZER):
-                upload(path, path)
+            upload_tree(self.new / TOKENIZER)
             tree = settings(config) | {"format": FORMAT}
             write_text(self.new / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
         except BaseException:
@@ -350,15 +352,18 @@ class Preparation:
             done = selection.run(first, lambda: not alone and existed_recently(plan), self.say)
         return selection if done else None
 
-    def make_plan(self, scan: Scan, selection: Selection | None) -> None:
-        """Make the plan of the selected rows and publish it with its files.
+    def draft(self, scan: Scan, selection: Selection) -> Plan:
+        """Return the plan without data.limit_tokens. With a limit it is saved, for `limit` in all jobs.
 
         Raises UserError if nothing is left to train on.
         """
-        assert selection is not None, "the plan was removed"
         config = self.config
         say = self.say
         inputs = scan.inputs
+        if not (self.new / SETTINGS).is_file():  # a job died while it published the plan
+            self.set_up()
+        if (self.new / DRAFT).is_file():
+            return Plan.load(self.new / DRAFT)
         plan = selection.plan(self.new / PIECES, scan.first_fault)
         summary = plan.summary
         if scan.chat is not None:
@@ -369,18 +374,35 @@ class Preparation:
         if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
             say(note)
         summary["tokenizer"] = facts._asdict()
-        hashes = self._hash_sources(plan, inputs)
-        encode = self.encode_settings(summary, self.new)
-        summary["by_words"] = words_agree(encode, plan, inputs)
+        summary["by_words"] = words_agree(self.encode_settings(summary, self.new), plan, inputs)
         if not summary["by_words"]:
             say("note: with this tokenizer words have other ids than complete texts; words are not cached")
         if config.limit_tokens is not None:
-            encode = encode._replace(by_words=summary["by_words"], grams=None)
-            with WorkerPool(self.workers, counting, encode) as pool:
-                plan = limit_tokens(config, plan, inputs, pool)
-        say(f"not used: {'; '.join(describe_left_out(summary)) or 'nothing'}")
-        for line in (*describe_columns(summary), *summary.pop("notes")):
-            say(line)
+            plan.save(self.new / DRAFT)
+            for name in (TOKENIZER, ROWS, DRAFT):
+                upload_tree(self.new / name)
+        return plan
+
+    def limit(self, selection: Selection) -> TokenLimit:
+        """Select the rows within data.limit_tokens, together with other jobs, after `draft`."""
+        plan = Plan.load(self.new / DRAFT)
+        encode = self.encode_settings(plan.summary, self.new)._replace(grams=None)
+        with WorkerPool(self.workers, counting, encode) as pool, self.stopwatch.time("selection"):
+            return TokenLimit(self.config, plan, pool, selection)
+
+    def make_plan(self, scan: Scan, selection: Selection | None) -> None:
+        """Make the plan of the selected rows and publish it with its files. Raises UserError, see `draft`."""
+        assert selection is not None, "the plan was removed"
+        selection.share(lambda: self._finish_plan(scan, selection))
+
+    def _finish_plan(self, scan: Scan, selection: Selection) -> None:
+        plan = self.draft(scan, selection)
+        if self.config.limit_tokens is not None:
+            plan = self.limit(selection).save()
+        hashes = self._hash_sources(plan, scan.inputs)
+        self.say(f"not used: {'; '.join(describe_left_out(plan.summary)) or 'nothing'}")
+        for line in (*describe_columns(plan.summary), *plan.summary.pop("notes")):
+            self.say(line)
         plan.save(self.new / PLAN)
         self._publish()
         hashes.save()
@@ -419,8 +441,7 @@ class Preparation:
         for name in (SETTINGS, TOKENIZER, GRAMS, ROWS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(directory / name)
-                for path in [*list_files(directory / name)] or [directory / name]:
-                    upload(path, path)
+                upload_tree(directory / name)
 
     def encode_settings(self, summary: Mapping[str, Any], directory: Path) -> EncodeSettings:
         """Return the settings of encoding workers. `directory` holds the tokenizer and the n-grams."""

@@ -63,6 +63,12 @@ def upload(file: Path, path: Path) -> None:
         store.upload(name, file)
 
 
+def upload_tree(path: Path) -> None:
+    """Upload a file, or all files of a directory, to the object store that they belong to, if any."""
+    for file in [path] if path.is_file() else list_files(path):
+        upload(file, file)
+
+
 @contextlib.contextmanager
 def full_disk(path: Path) -> Iterator[None]:
     """Convert "no space left" errors of Python and libraries to a DiskFullError about `path`."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
-from typing import IO, Any, ParamSpec, TypeVar, get_args
+from typing import IO, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 import fsspec
 
@@ -100,16 +100,16 @@ class FsspecStore(Store):
         return path
 
 
-def _patient(request: Callable[P, R]) -> Callable[P, R]:
+def _patient(request: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Repeat a request that fails, unless the error is permanent. Raises FailureError in the end."""
 
     @wraps(request)
-    def repeated(*args: P.args, **options: P.kwargs) -> R:
+    def repeated(store: Any, *args: P.args, **options: P.kwargs) -> R:
         deadline = time.monotonic() + PATIENCE
         pause = 0.1
         while True:
             try:
-                return request(*args, **options)
+                return request(store, *args, **options)
             except PERMANENT_ERRORS:
                 raise
             except Exception as error:  # stores raise anything
@@ -128,6 +128,14 @@ def _patient(request: Callable[P, R]) -> Callable[P, R]:
 class PatientStore(FsspecStore):
     """A store that repeats failed requests for PATIENCE seconds, because servers fail and restart."""
 
+    describe_files = _patient(FsspecStore.describe_files)
+    modified = _patient(FsspecStore.modified)
+    read = _patient(FsspecStore.read)
+    write = _patient(FsspecStore.write)
+    upload = _patient(FsspecStore.upload)
+    delete = _patient(FsspecStore.delete)
+    inspect = _patient(FsspecStore.inspect)
+
     def create(self, name: str, content: bytes) -> None:
         """Write a file that does not exist, with a unique content.
 
@@ -144,7 +152,3 @@ class PatientStore(FsspecStore):
         sink.seek(0)
         sink.truncate()
         super().download(name, sink)
-
-
-for _name in ("describe_files", "modified", "read", "write", "upload", "delete", "inspect"):
-    setattr(PatientStore, _name, _patient(getattr(FsspecStore, _name)))

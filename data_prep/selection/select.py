@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from emo.common.errors import UserError
+from emo.common.io.files import remove_matching
 from emo.common.io.objects import forget_listings
 
 from ..config import VALIDATION, DataConfig, describe_set
 from ..sources.reader import SourceReader
 from ..sources.spec import CODE, REASONS, SELECTION, UNREADABLE
-from .buckets import Chunk, read_buckets
+from .buckets import Chunk, DamagedError, read_buckets
 from .compare import MOST_ROWS, MOST_SPLITS
 from .plan import COLUMNS, GROUP_ROWS, PIECES, ROWS, Plan, Summary, write_table
 from .scan import BEYOND_LIMIT, ScanPart
@@ -92,19 +93,37 @@ class Selection:
                 f"{MOST_ROWS:,} rows and {MOST_SPLITS:,} sets at once",
                 code="too-many-rows",
             )
-        try:
-            self._run(Stages(self.parts, self.directory, first, ended, say))
-        except EndedError:
-            return False
-        except OSError:  # another job removed the files after it had finished the plan
-            forget_listings()
-            if not ended():
-                raise
-            return False
+        self.stages = Stages(self.parts, self.directory, first, ended, say)
+        return self.share(self._run)
+
+    def share(self, make: Callable[[], object]) -> bool:
+        """Make stages with a function. Return False if another job has finished the plan.
+
+        Damaged files are made again.
+        """
+        left = [make]
+        while left:
+            try:
+                left[-1]()
+                left.pop()
+            except EndedError:
+                return False
+            except Exception as error:  # of any reader, as the job that finishes the plan removes all files
+                forget_listings()
+                if self.stages.ended():
+                    return False
+                if not isinstance(error, DamagedError):
+                    raise
+                self.stages.say(f"{error}; making it again")
+                remove_matching(error.path.parent, [error.path.name])
+                left.append(self._run)
         return True
 
-    def _run(self, stages: Stages) -> None:
+    def _run(self) -> None:
         config = self.config
+        stages = self.stages
+        stages.dropped = []
+        self._quotas = None
         if config.dedup != "none":
             drop_equal(stages, CODE["duplicate"])
         if config.dedup == "near":
@@ -201,7 +220,7 @@ class Selection:
             for batch in read_buckets(self.rows, 0, split):
                 for start in range(0, len(batch), GROUP_ROWS):
                     row, packed = batch[start : start + GROUP_ROWS].T
-                    yield [row, packed >> np.uint64(COPIES), packed & np.uint64((1 << COPIES) - 1)]
+                    yield [row, *unpacked(packed)]
 
     def _pieces(self) -> Iterator[list[np.ndarray]]:
         """Yield the pieces of all parts, as PIECES."""
@@ -211,6 +230,11 @@ class Selection:
             ends = first + np.cumsum(pieces[3])
             yield [ends - pieces[3], *pieces]
             first += int(pieces[3].sum())
+
+
+def unpacked(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values and the copies that numbers were packed from, both uint64."""
+    return numbers >> np.uint64(COPIES), numbers & np.uint64((1 << COPIES) - 1)
 
 
 def _quotas(training: Totals, limit: int, inputs: int) -> np.ndarray | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .buckets import BATCH_BYTES, Chunk, read_buckets
+from .buckets import BATCH_BYTES, Chunk, merged, read_buckets
 from .compare import contract_children, contract_parents, distinct, find_copies, find_pairs, rows_of
 from .near import PERMUTATIONS, band_shape
 from .row_units import RowUnit
@@ -66,7 +66,7 @@ def _similar_pairs(stages: Stages, pairs: list[Path], threshold: float) -> list[
                 records = np.concatenate([found, signed], axis=1)
                 yield records, np.searchsorted(blocks, rows_of(found[:, 1]), side="right") - 1
 
-    halves = stages.run("halves", halves_of, max(1, len(blocks)))
+    halves = stages.run("halves", lambda number: merged(halves_of(number)), max(1, len(blocks)))
 
     def similar(number: int) -> Iterator[Chunk]:
         unit = stages.units[number]

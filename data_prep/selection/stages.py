@@ -60,8 +60,8 @@ class Stages:
         self._ends = np.array([unit.first + unit.rows for unit in self.units])
         self._directory = directory
         self._first = first
-        self._ended = ended
-        self._say = say
+        self.ended = ended
+        self.say = say
         made_from = [[part.key for part in parts], self._ends.tolist(), BLOCK_ROWS]
         self._key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
@@ -77,7 +77,7 @@ class Stages:
             chunks: returns the records that a unit writes.
             buckets: the number of buckets of each file, as many as units by default.
         """
-        if self._ended():
+        if self.ended():
             raise EndedError
         directory = self._directory / f"{STAGE}-{name}"
         directory.mkdir(exist_ok=True)
@@ -86,9 +86,9 @@ class Stages:
             len(paths),
             self._first,
             directory,
-            lambda number: existed_recently(paths[number]) or self._ended(),
+            lambda number: existed_recently(paths[number]) or self.ended(),
             lambda number: write_buckets(paths[number], buckets or len(self.units), chunks(number)),
-            lambda count, job: self._say(
+            lambda count, job: self.say(
                 f"waiting for {count} units of the selection; other jobs make them: {job}"
             ),
         )

@@ -40,7 +40,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._cpu = _cpu_seconds()
+        self._cpu = -cpu_seconds()
+        self._largest = 0.0  # peak memory in bytes of a task
 
     @contextlib.contextmanager
     def time(self, stage: str) -> Iterator[None]:
@@ -49,29 +50,35 @@ class Stopwatch:
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - began
 
+    def add_task(self, cpu: float, memory: float) -> None:
+        """Add the CPU seconds and the peak memory in bytes of a task that no child process ran."""
+        self._cpu += cpu
+        self._largest = max(self._largest, memory)
+
     def save(self, directory: Path, job: tuple[int, int], workers: int) -> None:
         """Write the costs of job (i, n) if it had all stages. workers: number of its worker processes."""
         if self.seconds.keys() < set(Costs._fields[:3]):
             return
-        cpu = _cpu_seconds() - self._cpu
-        costs = Costs(**self.seconds, cpu=cpu, memory=peak_memory(workers), workers=workers)
+        cpu = self._cpu + cpu_seconds()
+        memory = peak_memory(workers, self._largest)
+        costs = Costs(**self.seconds, cpu=cpu, memory=memory, workers=workers)
         write_text(
             directory / FILES.replace("*", f"{job[0]}-of-{job[1]}"), json.dumps(costs._asdict()) + "\n"
         )
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its children that have ended."""
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def peak_memory(workers: int) -> float:
-    """Return the peak memory of this process and its workers in bytes."""
-    mine, largest = (
-        resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+def peak_memory(workers: int, elsewhere: float = 0.0) -> float:
+    """Return the peak memory of this process and its workers in bytes. elsewhere: of a worker of Ray."""
+    mine, child = (
+        resource.getrusage(who).ru_maxrss * 1024.0 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    return mine + (workers * largest if workers > 1 else 0)
+    return mine + workers * (elsewhere or (child if workers > 1 else 0))
 
 
 def read_costs(directory: Path) -> Costs | None:

@@ -422,8 +422,7 @@ def _are_weights(weights: np.ndarray, spans: int) -> bool:
 
 def is_prepared(config: DataConfig) -> bool:
     """Return whether the training data of a recipe's data section exist. They may be damaged."""
-    manifest = config.dir / TRAIN / MANIFEST
-    return manifest.is_file() or exists(manifest)
+    return exists(config.dir / TRAIN / MANIFEST)
 
 
 def copy_prepared(directory: Path) -> None:

@@ -1,9 +1,11 @@
-"""Preparation in object stores and on Ray, with failing servers and killed workers: the bytes stay the same.
+"""Preparation by several jobs, with failing servers and killed processes: the bytes stay the same.
 
-    PYTHONPATH=DIRECTORY python -m tests.campaigns.stores [--parts s3 ray] [--trials 3]
+    PYTHONPATH=DIRECTORY python -m tests.campaigns.stores [--parts posix s3 ray] [--kills 9]
 
-DIRECTORY has s3fs and ray, and moto if its server is to be tried too. What is missing is skipped.
+DIRECTORY has s3fs and ray, and moto if its server is to be tried too. What is missing is skipped. Each part
+kills so many processes at random moments.
 
+posix two commands share a directory, and are killed and started again.
 s3    two commands on hosts of their own share a bucket: of a server that answers, of one that fails, drops
       connections and lists slowly, and of one that is killed and started again; then with commands that are
       killed and started again. moto's server is another implementation. A third host trains from the bucket.
@@ -24,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -39,6 +41,13 @@ from tests.helpers.corpus import texts, tiny_tokenizer, write_jsonl
 from tests.helpers.s3_server import S3Server, s3_server
 
 UNITS = 12
+SMALL_UNITS = """
+import runpy
+import emo.common.packages
+from emo.data_prep.selection import row_units, scan
+scan.GROUP_ROWS, row_units.UNIT_ROWS = 200, 400
+runpy.run_module("emo", run_name="__main__", alter_sys=True)
+"""
 Environment = dict[str, str]
 
 
@@ -53,13 +62,16 @@ def write_recipe(directory: Path) -> Path:
     sources = [{"files": f"{i}.jsonl", "limit": 350} for i in range(UNITS)]
     data: dict[str, Any] = {"root": str(directory), "tokenizer": str(tiny_tokenizer()), "sources": sources}
     data |= {"dir": str(directory / "none"), "sequence_len": 64, "shards": 6, "validation_fraction": 0.1}
+    data |= {"limit_tokens": 200_000}
     recipe = directory / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"data": data | {"dedup": "near"}}))
     return recipe
 
 
 def start(recipe: Path, target: str, environment: Environment, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "emo", "prepare", str(recipe), f"data.dir={target}", *options]
+    """Start a command. Jobs that share the selection make it in many units."""
+    program = ["-c", SMALL_UNITS] if "--shard" in options else ["-m", "emo"]
+    command = [sys.executable, *program, "prepare", str(recipe), f"data.dir={target}", *options]
     out = (recipe.parent / "log").open("a")
     piped: dict[str, Any] = {"text": True, "stdout": out, "stderr": out}
     return subprocess.Popen(command, cwd=REPO, env=os.environ | environment, **piped)
@@ -89,13 +101,13 @@ def same(made: dict[str, bytes], expected: dict[str, bytes]) -> bool:
     return {n: made.get(n) for n in wanted} == wanted
 
 
-# --- S3 ---------------------------------------------------------------------------------------------------
+# --- jobs -------------------------------------------------------------------------------------------------
 
 
 def share(
     recipe: Path, target: str, environment: Environment, kills: int = 0, server: S3Server | None = None
-) -> str:
-    """Let two hosts share a preparation; return how it went.
+) -> tuple[str, int]:
+    """Let two hosts share a preparation; return how it went, and the number of kills.
 
     kills: of the commands, each of which is started again. server: is killed and started once.
     """
@@ -122,7 +134,13 @@ def share(
         time.sleep(3)
         server.start()
     codes = [job.wait(900) for job in jobs]
-    return f"exit codes {codes}, {killed} killed, {time.monotonic() - began:.0f} s"
+    return f"exit codes {codes}, {killed} killed, {time.monotonic() - began:.0f} s", killed
+
+
+def repeat(kills: int, most: int, run: Callable[[int], int]) -> None:
+    """Call a run, which gets how many processes to kill and returns how many were, until all are killed."""
+    while kills > 0:
+        kills -= max(1, run(min(most, kills)))
 
 
 def prepare_alone(directory: Path) -> tuple[Path, dict[str, bytes]]:
@@ -132,31 +150,50 @@ def prepare_alone(directory: Path) -> tuple[Path, dict[str, bytes]]:
     return recipe, content(directory / "alone")
 
 
+def posix(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    recipe, expected = prepare_alone(directory)
+
+    def run(kills: int) -> int:
+        target = directory / f"shared-{time.monotonic_ns()}"
+        went, killed = share(recipe, str(target), {}, kills)
+        good = "[0, 0]" in went and content(target) == expected
+        show("posix", "jobs are killed", went, good, f"{went}; other bytes, or failed")
+        return killed
+
+    repeat(args.kills, 5, run)
+
+
+# --- S3 ---------------------------------------------------------------------------------------------------
+
+
 def s3(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     if not has("s3fs"):
         show("s3", "everything", "skipped: needs s3fs", True)
         return
     recipe, expected = prepare_alone(directory)
-    cases: list[tuple[str, tuple[float, ...], int, bool]] = [
-        ("a good server", (), 0, False),
-        ("5 % of requests fail", (0.05,), 0, False),
-        ("5 % of connections are dropped", (0.0, 0.05), 0, False),
-        ("listings take 1 s", (0.0, 0.0, 1.0), 0, False),
-        ("the server is killed and started again", (0.01, 0.01), 0, True),
-    ]
-    cases += [(f"jobs are killed, trial {i}", (0.01, 0.01), 3, False) for i in range(args.trials)]
-    for number, (name, faults, kills, restart) in enumerate(cases):
-        with s3_server(directory / f"s3-{number}", launching.free_port(), *faults) as server:
-            went = share(recipe, "s3://data/made", server.environment, kills, server if restart else None)
-            made = fetched(directory, "s3://data/made", server.environment)
-            show("s3", name, went, same(made, expected), f"{went}; other bytes")
-            if not number:
-                train(directory, server.environment, show)
+
+    def run(name: str, faults: tuple[float, ...], kills: int = 0, restart: bool = False) -> int:
+        files = directory / f"s3-{time.monotonic_ns()}"
+        with s3_server(files, launching.free_port(), *faults) as server:
+            environment = server.environment
+            went, killed = share(recipe, "s3://data/made", environment, kills, server if restart else None)
+            good = "[0, 0]" in went and same(fetched(directory, "s3://data/made", environment), expected)
+            show("s3", name, went, good, f"{went}; other bytes, or failed")
+            if not faults:
+                train(directory, environment, show)
+        return killed
+
+    run("a good server", ())
+    run("5 % of requests fail", (0.05,))
+    run("5 % of connections are dropped", (0.0, 0.05))
+    run("listings take 1 s", (0.0, 0.0, 1.0))
+    run("the server is killed and started again", (0.01, 0.01), restart=True)
+    repeat(args.kills, 5, lambda kills: run("jobs are killed", (0.01, 0.01), kills))
     if not has("moto"):
         show("s3", "moto's server", "skipped: needs moto", True)
         return
     with moto() as environment:
-        went = share(recipe, "s3://data/made", environment, 1)
+        went, _ = share(recipe, "s3://data/made", environment, 1)
         made = fetched(directory, "s3://data/made", environment)
         show("s3", "moto's server", went, same(made, expected), f"{went}; other bytes")
 
@@ -228,12 +265,17 @@ def ray(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
         show("ray", "everything", "skipped: needs ray", True)
         return
     recipe, expected = prepare_alone(directory)
-    for number, (workers, kills) in enumerate([(2, 0), (4, 0), *[(4, 2 + i) for i in range(args.trials)]]):
-        target = directory / f"ray-{number}"
+
+    def run(workers: int, kills: int) -> int:
+        target = directory / f"ray-{time.monotonic_ns()}"
         job = start(recipe, str(target), {}, "--on", "ray", "--workers", str(workers))
         killed = kill_workers(job, kills)
         good = job.wait(900) == 0 and content(target) == expected
         show("ray", f"{workers} workers", f"{killed} killed, the same bytes", good, "other bytes, or failed")
+        return killed
+
+    run(2, 0)
+    repeat(args.kills, 10, lambda kills: run(4, kills))
     two_nodes(directory, recipe, expected, show)
     if has("s3fs"):
         with s3_server(directory / "s3-ray", launching.free_port(), 0.01, 0.01) as server:
@@ -265,7 +307,7 @@ def two_nodes(directory: Path, recipe: Path, expected: dict[str, bytes], show: C
         cluster.shutdown()
 
 
-PARTS = {"s3": s3, "ray": ray}
+PARTS = {"posix": posix, "s3": s3, "ray": ray}
 
 
 def campaign(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
@@ -276,4 +318,4 @@ def campaign(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(conduct("stores", campaign, __doc__, parts=[*PARTS], trials=3, seed=0))
+    sys.exit(conduct("stores", campaign, __doc__, parts=[*PARTS], kills=9, seed=0))

@@ -33,8 +33,9 @@ def parts_of(
             columns |= {"reason": reasons[first:last].astype(np.uint8)}
             rows = {name: array_of(values) for name, values in columns.items()}
             if near:
-                signed = signatures[first:last].astype(np.uint32)
-                rows |= near_columns(signed, np.ones(last - first, bool), config.near_threshold)
+                usable = reasons[first:last] == 0
+                signed = signatures[first:last][usable].astype(np.uint32)
+                rows |= near_columns(signed, usable, config.near_threshold)
             batches.append(batch_of(rows))
             note["pieces"].append([i, 0, 0, last - first, 0])
         path = directory / f"{number}.parquet"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,10 +41,11 @@ def files(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
-def config_of(root: Path, directory: str = ADDRESS) -> DataConfig:
+def config_of(root: Path, directory: str = ADDRESS, **data: Any) -> DataConfig:
     """Each source is a unit, because it has a limit."""
     sources = [{"files": f"{i}.jsonl", "limit": 40} for i in range(5)]
-    return data_config(root, dir=directory, sources=sources, shards=4, validation_fraction=0.2)
+    options = {"shards": 4, "validation_fraction": 0.2, "limit_tokens": 5000}
+    return data_config(root, dir=directory, sources=sources, **options | data)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_local_copies_follow_the_store(
 
 
 def test_commands_take_an_address(files: Path, tmp_path: Path, root: Path) -> None:
-    run(config_of(root))
+    run(config_of(root, train_tokenizer=300))
     shutil.rmtree(tmp_path / "mirrors")
     assert main(["verify", ADDRESS]) == main(["inspect", ADDRESS, "--rows", "1"]) == 0
     (files / "one/other").mkdir(parents=True)

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ def test_bytes_do_not_depend_on_workers_jobs_or_units(
     rows = texts(400, sentences=60) if kind == "text" else alpaca_rows(1500)  # several pieces
 
     def config_of(name: str) -> DataConfig:
-        return world(tmp_path, rows, dir=str(tmp_path / name), kind=kind, sequence_len=128)
+        options = {"kind": kind, "sequence_len": 128, "limit_tokens": 40_000}
+        return world(tmp_path, rows, dir=str(tmp_path / name), **options)
 
     run(config_of("alone"))
     run(config_of("workers"), workers=3)
@@ -131,7 +133,7 @@ def test_bytes_do_not_depend_on_workers_jobs_or_units(
 
 
 def test_complete_parts_and_stages_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that ended goes on where it was; a part that is damaged or of a changed source is made again."""
+    """A job that ended goes on where it was; what is damaged or of a changed source is made again."""
     small_units(monkeypatch)
     monkeypatch.setattr(row_units, "UNIT_ROWS", 60)
     rows = texts(160, sentences=8)
@@ -147,10 +149,20 @@ def test_complete_parts_and_stages_are_kept(tmp_path: Path, monkeypatch: pytest.
     first.write_bytes(first.read_bytes())  # the same text, but nobody can know
     changed = [u.number for u in divide_into_units(planned_inputs(config)) if u.stretches[0].input == 0]
     again, files = noted_units(monkeypatch), interrupt_stages(monkeypatch, most=12)
+    damages: list[Callable[[bytes], bytes]] = [
+        lambda content: content[:8] + bytes([content[8] ^ 1]) + content[9:],
+        lambda content: content[:-1],
+        lambda content: bytes(len(content)),
+    ]
+    damaged = []
     while not (config.dir / "plan.parquet").is_file():
         with contextlib.suppress(KeyboardInterrupt):
             run(config)
-    assert len(files) == len(set(files)) > 30
+            continue
+        if damages:
+            damaged.append(files[-1])
+            files[-1].write_bytes(damages.pop(0)(files[-1].read_bytes()))
+    assert Counter(files) == Counter(set(files)) + Counter(damaged) and len(files) > 30 and not damages
     assert set(again) == {2, *changed} | set(range(7, max(again) + 1)) and len(again) == len(set(again))
     assert file_bytes(config.dir) == file_bytes(other.dir)
 

@@ -20,6 +20,7 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.on_ray import RayPreparation, prepare_on_ray
 from emo.data_prep.prepare import prepare
 from emo.data_prep.selection import row_units
+from emo.data_prep.shards.costs import read_costs
 from emo.data_prep.shards.format import TokenDataset
 from tests.campaigns.kubernetes import problems
 from tests.conftest import REPO
@@ -134,7 +135,7 @@ def kill_one(prefix: str, killed: list[int]) -> None:
 
 def test_tasks_share_the_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks that are called in this process instead of by Ray."""
-    config = many_units(tmp_path, "tasks")
+    config = many_units(tmp_path, "tasks", limit_tokens=50_000)
     run(config.model_copy(update={"dir": tmp_path / "alone"}))
     monkeypatch.setattr(row_units, "UNIT_ROWS", 200)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 3.0}))
@@ -149,7 +150,8 @@ def test_tasks_share_the_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(RayPreparation, "_run_tasks", run_tasks)
     prepare(config, (0, 1), 1, False, False, lambda line: None, RayPreparation)
-    assert calls.count("_select") == 3 and file_bytes(config.dir) == file_bytes(tmp_path / "alone")
+    assert calls.count("_select") == 2 * 3 and file_bytes(config.dir) == file_bytes(tmp_path / "alone")
+    assert read_costs(config.dir)
 
 
 def test_tasks_of_ray_make_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emo.common.config.recipe import parse_section
@@ -66,6 +66,15 @@ def test_near_duplicates_may_leave_no_validation_rows(tmp_path: Path) -> None:
         run(data_config(tmp_path, shards=1, **options))
 
 
+@example(
+    [(0, i, 5, 0, 0) for i in range(11)] + [(1, i, 1, 0, 0) for i in range(5)],
+    [1] * 4,
+    [0] * 4,
+    "near",
+    1,
+    6,
+    1 << 24,
+)
 @settings(deadline=None, max_examples=30)
 @given(
     drawn=ROWS,
