@@ -103,7 +103,7 @@ class RayPreparation(Preparation):
     def _run_tasks(
         self, function: Callable[..., Any], numbers: Iterable[int], *arguments: Any
     ) -> Iterator[tuple[int, Any]]:
-        """Yield each number with the result of its task, as they end, and add what the task took to the costs.
+        """Yield each number with the result of its task, as they end, and record what the task took.
 
         A task calls the function with the configuration, its number and the arguments.
         """
