@@ -25,7 +25,7 @@ class LoraConfig(Section):
     use_dora: bool = False
     """Also train the length of each row of the adapted weights (DoRA), which is slower."""
     loraplus_lr_ratio: float = Field(1.0, gt=0, le=1e3)
-    """Learning rate of the adapters' B and DoRA's lengths over that of A (LoRA+), usually 16."""
+    """Learning rate of the adapters' B and DoRA's lengths over the rate of A (LoRA+), usually 16."""
     base_dtype: Literal["nf4"] | None = None
     """Store the frozen linear layers in 4 bits (QLoRA), for ZeRO-1 and 2. The default is model.dtype."""
     path: str | None = None

@@ -67,7 +67,7 @@ class TeacherConfig(Section):
     revision: str | None = None
     """Commit of the hub model."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of its weights, by default that of the trained model."""
+    """Type of its weights, by default the trained model's."""
     temperature: float = Field(1.0, gt=0)
     """Divides its logits."""
     scores: str | None = None
