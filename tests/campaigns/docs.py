@@ -97,7 +97,7 @@ class Scratch:
         cached = self.root / "hub" / "hub" / f"models--{MODEL.replace('/', '--')}"
         (cached / "refs").mkdir(parents=True)
         (cached / "refs" / "main").write_text("0" * 40)
-        tiny_model(cached / "snapshots" / ("0" * 40))
+        tiny_model(cached / "snapshots" / ("0" * 40), num_attention_heads=8)  # that sequences can share
         chat = cached.with_name(f"models--{CHAT_MODEL.replace('/', '--')}")
         (chat / "refs").mkdir(parents=True)
         (chat / "refs" / "main").write_text("0" * 40)
