@@ -56,7 +56,8 @@ PARSERS = {
     "pipeline": "import sys; from emo.pipeline.cli import make_parser as p; p().parse_args(sys.argv[1:])",
     "eval": "import sys; from emo.eval.cli import make_parser; make_parser().parse_args(sys.argv[1:])",
     "data_prep": "import sys; import emo.data_prep.cli as m; args = "
-    "m.parse_arguments(m.make_parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
+    "m.parse_arguments(m.make_parser(), sys.argv[1:]); "
+    "hasattr(args, 'recipe') and m.load_data_config(args.recipe, args.overrides)",
 }
 
 
