@@ -70,45 +70,41 @@ class Source(Section):
     """A source of rows: exactly one of `hub`, `files` and `embedded`."""
 
     hub: str | None = Field(None, min_length=1)
-    """Id of a hub data set, "owner/name". Set exactly one of `hub`, `files` and `embedded`."""
+    """Id of a hub data set, "owner/name"."""
     config: str | None = mark("hub", None)
     """Configuration of the hub data set."""
     revision: str | None = mark("hub", None)
     """Commit of the hub data set."""
     split: str = "train"
-    """Split of the hub data set or of a saved one; slices such as `train[:1000]` are allowed."""
+    """Split of the hub data set or of a saved one, also a slice such as `train[:1000]`."""
     files: str | None = Field(None, min_length=1)
-    """Path or glob under data.root, also with {a,b}: txt, jsonl (ndjson, jsonlines), json, csv, tsv (each
-    also as .zst, .gz, .bz2 or .xz), parquet, or directories written by `save_to_disk` of the datasets
-    library. Also an address or glob that fsspec reads: s3://, gs://, https:// and others."""
+    """Path or glob under data.root, also with {a,b}, or an address or glob that fsspec reads (s3://, gs://,
+    https://): txt, jsonl (ndjson, jsonlines), json, csv, tsv (each also as .zst, .gz, .bz2 or .xz), parquet,
+    or directories written by `save_to_disk` of datasets."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
-    """A corpus of this package: texts about toy facts, about one half of them, or instructions."""
+    """A corpus of this package: texts about toy facts, about half of them, or instructions."""
     format: Literal[
         "auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages", "tokens"
     ] = "auto"
-    """Form of the rows. In text files: `document` (the file is one document), `lines`, `paragraphs`
-    (separated by blank lines), `wikitext` (a level-1 heading starts a document). In JSON and tables:
-    `text`, `alpaca`, `messages`, or `tokens` (lists of ids, used unchanged). `auto` is wikitext or lines
-    for text files, and otherwise the form of the columns."""
+    """Form of the rows. In text files: `document` (one per file), `lines`, `paragraphs` (between blank
+    lines), `wikitext` (a level-1 heading starts a document). In JSON and tables: `text`, `alpaca`,
+    `messages`, or `tokens` (lists of ids). `auto` is wikitext or lines for text files, and otherwise the form
+    of the columns."""
     column: str | None = Field(None, min_length=1)
-    """Column of the text (default: text, content, sentence, document or story), of the tokens (ids,
-    input_ids), or in instructions of the messages (messages, conversations) or the prompt (instruction,
-    prompt, question, query)."""
+    """Column of the text, the tokens, or in instructions of the messages or the prompt."""
     columns: dict[str, str] | None = mark(SET, None)
     """Columns with other names, as part: column. Text has the part text. Instructions have instruction,
-    input, output, system and history, or messages with the keys role and content. Both can have weight, and
-    a chat_template also tools."""
+    input, output, system and history, or messages with the keys role and content, and weight. Chat templates
+    also have tools."""
     clean: Literal["none", "writingprompts", "ag_news"] = "none"
     """Undo the escapes of a known data set."""
     weight: float = Field(1.0, gt=0, le=10_000)
-    """0.3 keeps that share of the rows, chosen by content hash; 2.5 repeats each row 2 or 3 times, spread
-    over the shard."""
+    """0.3 keeps that share of the rows, chosen by content hash. 2.5 repeats each row 2 or 3 times."""
     limit: int | None = Field(None, gt=0)
-    """Read at most this many rows of the source, from its beginning. Duplicates and unusable rows count;
-    `limit_rows` counts the rows that are used."""
+    """Read at most this many rows of the source, from its beginning, counting duplicates and unusable
+    rows."""
     domain: str | None = mark(SET, None, pattern=f"^{NAME}$")
-    """Subject of the text. A packed row holds one domain, and each domain is counted, mixed and measured
-    separately."""
+    """Subject of the text. A packed row holds one domain, and each is mixed and measured separately."""
 
     @property
     def domain_name(self) -> str:
@@ -128,71 +124,67 @@ Sets = dict[Annotated[str, Field(pattern=f"^{NAME}$")], Annotated[list[Source], 
 
 
 class DataConfig(Section):
-    """The text to tokenize, how to tokenize it, and the directory of the shards."""
+    """The text to tokenize, and how to tokenize it."""
 
     dir: Path = mark("place")
-    """Directory of the prepared data, or its address in an object store: s3://BUCKET/DIRECTORY. It must not
-    contain other files."""
+    """Directory of the prepared data, or s3://BUCKET/DIRECTORY. It must not contain other files."""
     root: Path = mark("place", Path())
     """Directory that local files of the sources are relative to."""
     kind: Literal["text", "instruct"] = "text"
     """Kind of rows: documents for continual pre-training, or instructions with responses."""
     tokenizer: str | None = None
-    """Hub id, directory or sentencepiece .model file, relative to root if it exists there. Set this or
+    """Hub id, directory or sentencepiece .model file, relative to root if it exists there. Or set
     train_tokenizer."""
     train_tokenizer: int | None = Field(None, gt=0)
-    """Number of pieces of a sentencepiece model to train on the sources."""
+    """Pieces of a sentencepiece model to train on the sources."""
     tokenizer_revision: str | None = None
     """Commit of the hub tokenizer."""
     sources: list[Source] = Field(min_length=1)
     """Sources of the training rows."""
     validation: list[Source] | dict[str, list[Source]] = []
-    """Sources of the validation set, or of several by name: {home: [...], abroad: [...]}. Each set is
-    measured, and no row of it is trained on."""
+    """Sources of the validation set, or of several by name: {home: [...], abroad: [...]}. No row of these is
+    trained on."""
     validation_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of the sources' rows that is used for validation, by content hash, if `validation` is empty."""
+    """Share of the sources' rows for validation, by content hash, if `validation` is empty."""
     validation_group: str | None = mark(SET, None, min_length=1)
-    """Column that groups rows. validation_fraction does not split a group, for example all answers to one
-    question."""
+    """Column that groups rows, for example by question. validation_fraction does not split a group."""
     sequence_len: int = Field(256, gt=1, le=MAX_TOKENS)
     """Tokens per row."""
     packing: Literal["blocks", "best_fit"] = mark(SET, "blocks")
-    """How documents fill rows. `blocks` cuts their sequence into complete rows. `best_fit` cuts only
-    documents that are longer than a row: the longest comes first, each into the first row with space. Rows
-    end with padding. Instructions are always packed so."""
+    """`blocks` concatenates documents and cuts them into rows. `best_fit`, which instructions always use,
+    cuts only documents longer than a row. It puts the longest first, each into the first row with space."""
     min_doc_tokens: int | None = mark(SET, None, gt=0)
-    """Leave out documents of fewer tokens, with the tokens that begin and end a document."""
+    """Leave out documents of fewer tokens, BOS and EOS included."""
     long_doc_tokens: int | None = mark(SET, None, gt=0)
-    """Give documents of at least this many tokens the domain DOMAIN-long, so that train.mixture can train on
-    them more often. Without domains these are default and default-long."""
+    """Give documents of at least this many tokens the domain DOMAIN-long (default-long without domains), for
+    train.mixture."""
     shards: int = Field(4, gt=0, le=99_999)
     """Files per split, and the unit of parallel work."""
     template: Literal["alpaca", "chat", "chat_template", "chatml", "llama3"] = mark("instruct", "alpaca")
     """Text form of instructions: Alpaca's prompt, a plain transcript (`chat`), the tokenizer's
     `chat_template`, or `chatml` or `llama3` for a base model whose tokenizer has the special tokens but no
-    template. The prepared tokenizer gets the template."""
+    template."""
     reasoning: Literal["keep", "drop", "mask_empty"] = mark("chat", "mask_empty")
-    """Loss on reasoning in a chat template. `mask_empty`: on everything that the template writes except empty
-    thinking blocks. `keep`: on everything. `drop`: the row's reasoning is removed."""
+    """Loss on reasoning in a chat template. `mask_empty`: on all that the template writes except empty
+    thinking blocks. `keep`: on all. `drop`: the row's reasoning is removed."""
     reasoning_weight: float = mark("chat", 1.0, ge=0, le=1_000_000)
-    """Factor on the loss weight of the reasoning in answers of a chat template. 0: no loss on it."""
+    """Factor on the loss weight of reasoning in answers of a chat template."""
     template_variables: dict[str, Any] = mark("chat", {})
-    """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD, default
-    2026-01-01) is the current date for the template."""
+    """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD) is its current
+    date, 2026-01-01 by default."""
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
-    """Treatment of examples that are longer than a block."""
+    """Treatment of examples that are longer than a row."""
     limit_rows: int | None = Field(None, gt=0)
-    """Largest number of training rows (documents or examples, with copies) of all sources."""
+    """Use at most this many training rows (documents or examples, with copies)."""
     limit_tokens: int | None = Field(None, gt=0)
-    """Largest number of training tokens of all sources."""
+    """Use at most this many training tokens."""
     strict: bool = mark("report", True)
-    """Whether a broken line or a missing column is an error. false counts it as a rejected row."""
+    """Whether a broken line or a missing column is an error, or else a rejected row."""
     max_chars: int = Field(10_000_000, gt=0)
     """Longer rows are rejected."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """`exact` drops equal rows; `near` also drops rows whose MinHash similarity reaches near_threshold (in
-    instructions, of the prompts and of the responses). `none` keeps all rows, and validation rows may then
-    also be training rows."""
+    """`exact` drops equal rows. `near` also drops rows whose MinHash similarity reaches near_threshold (in
+    instructions, of prompts and of responses). With `none`, validation rows may also be training rows."""
     near_threshold: float = mark("near", 0.8, gt=0, lt=1)
     """Jaccard similarity from which two rows count as near duplicates."""
     contamination: str | None = mark("report", None)

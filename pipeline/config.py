@@ -45,8 +45,8 @@ class RunConfig(Section):
     train: TrainConfig
     """Optimization, validation, checkpoints and logging."""
     deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
-    """DeepSpeed configuration, relative to the repository or the working directory.
-    A resume compares its content."""
+    """DeepSpeed configuration, relative to the repository or working directory. A resume compares its
+    content."""
 
     @model_validator(mode="after")
     def _trained(self) -> RunConfig:

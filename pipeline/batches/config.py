@@ -21,14 +21,14 @@ class MixtureConfig(Section):
     """
 
     shares: dict[str, Weight] = {}
-    """Share of each domain: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000} that begins when the
-    mixture does. Shares need not add up to 1."""
+    """Share of each domain, with any sum: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000} that begins
+    when the mixture does."""
     temperature: float | None = Field(None, gt=0)
-    """Makes each share proportional to amount ** (1 / temperature). Set it instead of shares."""
+    """Makes shares proportional to amount ** (1 / temperature), instead of `shares`."""
     by: Literal["tokens", "rows"] = "tokens"
     """Unit of shares and amounts: supervised tokens or rows."""
     max_epochs: dict[str, int] = {}
-    """Largest number of passes over a domain. Afterwards the other domains get its share in proportion."""
+    """Largest number of passes over a domain. Then the other domains get its share."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> MixtureConfig:
@@ -54,21 +54,20 @@ class BatchConfig(Section):
     """The keys of `train` that set how long to train, on how many rows a step, and in which order."""
 
     num_train_epochs: float | None = Field(None, gt=0)
-    """Passes over the data. Set this or max_steps. The last step is filled up with rows of the next pass, so
-    that every row is seen. With a mixture that step is left out."""
+    """Passes over the data, or set max_steps. The last step is filled up with rows of the next pass. With a
+    mixture it is left out."""
     max_steps: int | None = Field(None, gt=0)
-    """Optimizer steps. Set this or num_train_epochs."""
+    """Optimizer steps, or set num_train_epochs."""
     global_batch_size: int = Field(16, gt=0)
     """Rows per optimizer step over all ranks."""
     micro_batch_size: int = mark(FREE, 4, gt=0)
     """Rows per forward pass and rank."""
     sequence_parallel: int = mark(FREE, 1, gt=0)
-    """Ranks that share every row. Each computes its part of the positions, and its part of the heads in
-    attention, so that activations of long rows fit into memory. It must divide the ranks and
-    data.sequence_len. Losses and order do not depend on it."""
+    """Ranks that share every row, so that activations of long rows fit into memory. It must divide the ranks
+    and data.sequence_len. Losses and order do not depend on it."""
     mixture: MixtureConfig | None = None
-    """Shares of the domains. Without a mixture, each epoch is one permutation of all rows. To change the
-    mixture of a run, set mixture_from."""
+    """Shares of the domains. Without a mixture, each epoch is one permutation of all rows. To change it in a
+    run, set mixture_from."""
     mixture_from: int | None = mark(FREE, None, ge=0)
     """Step of the checkpoint from which a changed mixture is used."""
     seed: int = Field(42, ge=0)

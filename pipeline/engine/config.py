@@ -16,22 +16,22 @@ class OptimizerConfig(ScheduleConfig):
 
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"] = "adamw"
     """`adamw_8bit` stores AdamW's averages in 8 bits, and `paged_adamw_8bit` also moves them to host memory
-    if the GPU runs out of memory. `muon` trains the matrices of the body with Muon, and embeddings, head,
-    biases and norms with AdamW. The logged gradient norm is then the norm of the update."""
+    if the GPU is full. `muon` trains the matrices of the body with Muon, and all else with AdamW. The logged
+    gradient norm is then the update's."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the optimizer's copy of the weights, of accumulated gradients and of AdamW's averages. With
-    `bfloat16` a parameter takes 10 instead of 18 bytes, but updates of less than 0.2 % of a weight are lost.
-    It needs model.dtype bfloat16, optimizer adamw, and no offloading."""
+    """Type of the optimizer's weights, accumulated gradients and AdamW's averages. With `bfloat16` a
+    parameter takes 10 instead of 18 bytes, but updates of less than 0.2 % of a weight are lost. It needs
+    model.dtype bfloat16, optimizer adamw, and no offloading."""
     muon_lr: float | None = Field(None, gt=0, le=1e6)
-    """Peak learning rate of Muon, usually about 0.02. Its schedule is the same."""
+    """Peak learning rate of Muon, usually about 0.02, with the same schedule."""
     head_lr_ratio: float = Field(1.0, ge=0, le=1e3)
-    """Learning rate of the output head over the rate of other weights. 0 freezes the head. A tied embedding
-    belongs to the head."""
+    """Learning rate of the output head (and a tied embedding) over the rate of other weights. 0 freezes the
+    head."""
     only: Literal["embeddings"] | None = None
-    """`embeddings` trains only the token embeddings and the output head in the first `only_steps` steps, for
-    example after `emo extend-vocabulary`. All other weights stay unchanged in these steps."""
+    """`embeddings` trains only the token embeddings and the output head, for example after `emo
+    extend-vocabulary`."""
     only_steps: int | None = Field(None, gt=0)
-    """Number of steps of `only`. Without it `only` lasts until the end."""
+    """Number of first steps in which `only` applies, by default all."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)

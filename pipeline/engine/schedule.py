@@ -24,27 +24,26 @@ class ScheduleConfig(Section):
     lr_scheduler_type: Literal[
         "cosine", "linear", "constant", "cosine_with_restarts", "inverse_sqrt", "warmup_stable_decay"
     ] = "cosine"
-    """Learning rate after the warm-up, under the names of transformers. `constant` has a warm-up too."""
+    """Learning rate after the warm-up, under the names of transformers."""
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     """Share of the steps over which the learning rate rises."""
     warmup_steps: int | None = Field(None, ge=0)
-    """Steps over which the learning rate rises. It replaces `warmup_ratio`."""
+    """Steps over which the learning rate rises, instead of `warmup_ratio`."""
     min_lr_ratio: float = Field(0.0, ge=0, lt=1)
     """Lowest learning rate after the warm-up, as a share of the peak."""
     decay_ratio: float = Field(0.1, gt=0, le=1)
     """Share of the steps over which `warmup_stable_decay` decays."""
     decay_steps: int | None = Field(None, gt=0)
-    """Steps over which `warmup_stable_decay` decays. It replaces `decay_ratio`."""
+    """Steps over which `warmup_stable_decay` decays, instead of `decay_ratio`."""
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Shape of the decay of `warmup_stable_decay`."""
     decay_from: str | None = None
-    """Checkpoint RUN_DIR/step-N of a run, or of its copy in a store, at the peak of its learning rate. The
-    new run continues from it, and its `warmup_stable_decay` decays from step N to the last step."""
+    """Checkpoint RUN_DIR/step-N, or its copy in a store, at the peak of its learning rate. The new run
+    continues from it and decays until the last step."""
     num_cycles: int = Field(1, gt=0)
     """Cycles of `cosine_with_restarts`."""
     restart_warmup_ratio: float = Field(0.0, ge=0, lt=1)
-    """Share of each later cycle of `cosine_with_restarts` over which the rate rises again. 0 jumps to the
-    peak."""
+    """Share of each later cycle of `cosine_with_restarts` over which the rate rises again."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> ScheduleConfig:

@@ -15,50 +15,48 @@ class LoraConfig(Section):
     r: int = Field(32, gt=0)
     """Rank of the adapters."""
     alpha: float = Field(default_factory=lambda fields: 2.0 * fields.get("r", 32), gt=0)
-    """The output of the adapters is scaled by alpha / r. The default is 2 r, as in TRL and LLaMA-Factory."""
+    """The output of the adapters is scaled by alpha / r. The default is 2 r."""
     dropout: float = Field(0.05, ge=0, lt=1)
     """Dropout on the input of the adapters."""
     targets: str | list[str] = "all-linear"
     """Names of the modules to adapt, or all-linear: every linear layer except the head."""
     use_rslora: bool = False
-    """Scale the output by alpha / sqrt(r) instead, which suits large ranks."""
+    """Scale by alpha / sqrt(r) instead, which suits large ranks."""
     use_dora: bool = False
-    """Also train the length of each row of the adapted weights (DoRA). Each step takes longer."""
+    """Also train the length of each row of the adapted weights (DoRA), which is slower."""
     train_embeddings: bool = False
     """Also train the embeddings and the output head in full, for example for new tokens. In PEFT, this is
     `modules_to_save: [embed_tokens, lm_head]`."""
     loraplus_lr_ratio: float = Field(1.0, gt=0, le=1e3)
-    """Learning rate of the adapters' B and of DoRA's lengths divided by the rate of A (LoRA+). A usual value
-    is 16."""
+    """Learning rate of the adapters' B and DoRA's lengths over the rate of A (LoRA+), usually 16."""
     base_dtype: Literal["nf4"] | None = None
     """Store the frozen linear layers in 4 bits (QLoRA), for ZeRO-1 and 2. The default is model.dtype."""
     path: str | None = None
-    """Directory or hub id of an adapter to continue, with the same settings as here. The default is a new
-    adapter."""
+    """Directory or hub id of an adapter to continue, with the same settings."""
     export: Literal["merged", "adapter", "both"] = mark(FREE, "merged")
-    """What an export contains: the model with merged adapters, the adapter in PEFT's format, or the merged
-    model with the adapter in its directory `adapter/`."""
+    """What an export contains: the merged model, the adapter in PEFT's format, or both, with the adapter in
+    `adapter/`."""
 
 
 class RopeConfig(Section):
     """RoPE of a pre-trained model for a longer context, with the names and formulas of Transformers."""
 
     type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
-    """How the frequencies are scaled. The default keeps the model's own scaling."""
+    """How the frequencies are scaled, by default as in the model."""
     theta: float | None = Field(None, gt=1)
-    """Base of the frequencies (`rope_theta`). The default is the model's."""
+    """Base of the frequencies (`rope_theta`), by default the model's."""
     factor: float | None = Field(None, ge=1)
     """The new context divided by the original one. Required with `type`."""
     original_max_position_embeddings: int | None = Field(None, gt=0)
-    """The context before scaling. The default is the model's context."""
+    """The context before scaling, by default the model's."""
     max_position_embeddings: int | None = Field(None, gt=0)
-    """The new context, for `theta` alone and llama3. The default is the model's, times `factor`."""
+    """The new context, for `theta` alone and llama3. The default is the model's times `factor`."""
     attention_factor: float | None = Field(None, gt=0)
-    """Factor on cosines and sines (yarn). The default is 0.1 ln(factor) + 1."""
+    """Factor on cosines and sines (yarn, 0.1 ln(factor) + 1)."""
     beta_fast: float | None = Field(None, gt=0)
     """Rotations in the original context above which a frequency is kept (yarn, 32)."""
     beta_slow: float | None = Field(None, gt=0)
-    """Rotations in the original context below which a frequency is divided by factor (yarn, 1)."""
+    """Rotations below which it is divided by factor (yarn, 1)."""
     low_freq_factor: float | None = Field(None, gt=0)
     """Rotations below which a frequency is divided by factor (llama3, 1)."""
     high_freq_factor: float | None = Field(None, gt=0)
@@ -98,26 +96,25 @@ class ModelConfig(Section):
     architecture: dict[str, Any] | None = None
     """Keys of a Hugging Face configuration, including model_type."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of weights and activations. The optimizer always uses float32."""
+    """Type of weights and activations."""
     attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
-    """`varlen` is PyTorch's variable-length attention, which needs no mask. `auto` is the first of the others
-    that the host and the model family support."""
+    """`varlen` is PyTorch's variable-length attention, which needs no mask. `auto` is the first of the other
+    values that host and model support."""
     activation_checkpointing: bool | Literal["offload"] = mark(FREE, False)
-    """Recompute activations in the backward pass. Saves memory and takes about a third more time. `offload`
-    also keeps the inputs of the layers in host memory until then."""
+    """Recompute activations in the backward pass, to save memory at about a third more time. `offload` also
+    moves the inputs of the layers to host memory."""
     tiled_mlp: bool = mark(FREE, False)
-    """Compute the MLP of each layer in tiles of about hidden_size tokens (DeepSpeed's TiledMLP), and again in
-    the backward pass. Saves memory for long rows. Every start compares them with the plain MLPs."""
+    """Compute the MLPs in tiles of about hidden_size tokens (DeepSpeed's TiledMLP), and again in the backward
+    pass, for long rows. Every start compares them with the plain MLPs."""
     compile: bool = False
-    """Use torch.compile on GPUs: for the complete model under ZeRO-1 and 2, for each layer under ZeRO-3. The
-    first step then takes a minute."""
+    """Use torch.compile on GPUs: on the complete model under ZeRO-1 and 2, on each layer under ZeRO-3."""
     kernels: Literal["liger"] | None = mark(FREE, None)
-    """Compute RMSNorm, rotary embedding and the gated product of each layer with Liger's kernels, on GPUs and
-    for supported families. Every start compares them with the model's own layers."""
+    """Liger's kernels for RMSNorm, rotary embedding and gated product, on GPUs. Every start compares them
+    with the model's layers."""
     rope: RopeConfig | None = None
-    """Change the rotary position embeddings of the model in `path`, to extend its context."""
+    """Change the rotary position embeddings of a pre-trained model, to extend its context."""
     neftune_noise_alpha: float = Field(0.0, ge=0)
-    """Add uniform noise to the input embeddings while training (NEFTune). Usual values are 5 to 15."""
+    """Add uniform noise to the input embeddings in training (NEFTune), usually 5 to 15."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
 

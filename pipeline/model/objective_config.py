@@ -60,22 +60,21 @@ def label_of(weight: float | RampConfig, name: str) -> str:
 
 
 class TeacherConfig(Section):
-    """The model that a divergence compares with: a live model, its stored log-probabilities, or the average
-    of the trained model."""
+    """The model that a divergence compares with."""
 
     model: str | None = None
-    """Hub id or directory of a causal LM with the tokenizer of the data. It stays frozen."""
+    """Hub id or directory of a causal LM with the tokenizer of the data."""
     revision: str | None = None
     """Commit of the hub model."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of its weights. The default is the type of the trained model."""
+    """Type of its weights, by default the trained model's."""
     temperature: float = Field(1.0, gt=0)
-    """Its logits are divided by this."""
+    """Divides its logits."""
     scores: str | None = None
     """Instead of a model: the name of scores that `emo score --top_k K` stored with the data."""
     ema: float | None = Field(None, ge=0, lt=1)
-    """Instead of a model: the exponential average of the weights that train. Each optimizer step keeps this
-    share of it. 0 is the model itself, which needs no memory."""
+    """Instead of a model: the exponential average of the trained weights. Each step keeps this share of it. 0
+    is the model itself, which needs no memory."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TeacherConfig:
@@ -126,13 +125,13 @@ class PartConfig(Section):
     params: dict[str, float] = {}
     """Parameters of the objective."""
     weight: Weight = 1.0
-    """Weight in the sum: a number, or a ramp {from, to, steps} that changes linearly over the first steps."""
+    """Weight in the sum: a number, or a ramp {from, to, steps} over the first steps."""
     share: Share = 1.0
-    """Share of the steps in which it counts, evenly spaced: a number or a ramp."""
+    """Share of the steps in which it counts, evenly spaced."""
     cost: str | None = None
     """The cost embedding, which must equal objective.cost."""
     teacher: Teachers = None
-    """The teacher of a divergence. All parts share one, which can also be set for the sum."""
+    """The teacher of a divergence. All parts share one, so it can also be set for the sum."""
 
     @model_validator(mode="after")
     def _exists(self) -> PartConfig:
@@ -144,46 +143,42 @@ class OnPolicyConfig(Section):
     """Steps that train on text of the model, judged by a teacher (GKD, arXiv 2306.13649)."""
 
     share: Share
-    """Share of the steps, evenly spaced: a number, or a ramp {from, to, steps}."""
+    """Share of the steps, evenly spaced."""
     tokens: int = Field(128, gt=0)
     """Largest number of tokens to generate after each prompt."""
     temperature: float = Field(1.0, gt=0)
-    """The logits are divided by this before a token is drawn."""
+    """Divides the logits before a token is drawn."""
     context: Literal["prompt", "demonstration"] = "prompt"
-    """What the teacher reads before the text: the prompt, or an example of the prompt with the answer in the
-    data, and then the prompt again (SDFT, arXiv 2601.19897). An example needs the teacher `base` or
-    {ema: DECAY}."""
+    """What the teacher reads before the text: the prompt, or the prompt with its answer in the data and then
+    the prompt again (SDFT, arXiv 2601.19897). The latter needs the teacher `base` or {ema: DECAY}."""
 
 
 class ObjectiveConfig(Section):
     """The loss to minimise. docs/reference/objectives.md lists the names and their parameters."""
 
     name: str = "emo"
-    """Name of a built-in objective, FILE.py:FUNCTION, MODULE:FUNCTION, or a name that an installed package
+    """A built-in objective, FILE.py:FUNCTION, MODULE:FUNCTION, or a name that an installed package
     registers."""
     params: dict[str, float] = {}
     """Parameters of the objective, for example {ratio_cap: 3}."""
     sum: list[PartConfig] | None = Field(None, min_length=1)
-    """A weighted sum of objectives, computed in one pass, instead of name and params."""
+    """A weighted sum of objectives, instead of name and params."""
     scores: str | None = None
-    """Name of scores that `emo score` stored with the data, for objectives that compare with another
-    model (psft, excess)."""
+    """Name of scores that `emo score` stored with the data, for objectives such as psft and excess."""
     teacher: Teachers = None
-    """Teacher of a divergence: {model: PATH}, {scores: NAME}, {ema: DECAY} for the average of the weights
-    that train, or `base` for the model before training."""
+    """Teacher of a divergence: {model: PATH}, {scores: NAME}, {ema: DECAY} for the average of the trained
+    weights, or `base` for the model before training."""
     on_policy: OnPolicyConfig | None = None
-    """Steps that train on continuations by the model, judged by a live teacher."""
+    """Steps that train on text of the model, judged by a live teacher."""
     cost: str = "pretrained"
     """The cost embedding: `pretrained` (the head of model.path before training), `live` (the head as it
-    trains), or a model directory, hub id or tensor file. Two controls: `constant` (every other token costs
-    1) and `permuted` (the pretrained costs, with tokens exchanged by cost_seed). `numbers` uses the
-    distance of values between tokens that are numbers, on a logarithmic scale above 9. Ignored by objectives
-    without costs."""
+    trains), or a model directory, hub id or tensor file. Two controls: `constant` (every wrong token costs 1)
+    and `permuted` (`pretrained` with tokens exchanged by cost_seed). `numbers`: the distance of numeric
+    tokens, logarithmic above 9."""
     cost_seed: int = 0
     """Seed of `permuted`."""
     cost_cache_mb: float = Field(0.0, ge=0)
-    """Memory for cost rows of frequent targets: faster, with gradients off by less than 2e-3. 0 computes
-    every row exactly."""
+    """Memory for cost rows of frequent targets, which is faster and changes gradients by less than 2e-3."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of (log sum exp of the logits)^2, which keeps logits from drifting."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)

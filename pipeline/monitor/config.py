@@ -42,8 +42,8 @@ class MonitorConfig(Section):
     """Largest number of rows of each validation set."""
     kl_from_base: int | None = mark(FREE, None, ge=0)
     """Validation measures KL(base, model), the divergence from the model before training. With LoRA
-    (without `train_embeddings`) or `objective.teacher: base` it is exact, and on unless this is 0. For other
-    runs, set the number of most likely tokens per position to store before step 0, for example 64."""
+    (without `train_embeddings`) or `objective.teacher: base` it is exact, and on unless this is 0. Otherwise,
+    set how many most likely tokens to store per position, for example 64."""
     sample_prompts: list[str] = mark(FREE, [])
     """Texts that the model continues before the first step and at every save."""
     sample_tokens: int = mark(FREE, 64, gt=0)
@@ -59,4 +59,4 @@ class MonitorConfig(Section):
     spike_factor: float = mark(FREE, 0.0, ge=0)
     """A loss this many times the usual loss is a spike. 0 turns detection off."""
     spike_stops: bool = mark(FREE, False)
-    """End the run at a spike. false only records it."""
+    """End the run at a spike, instead of only recording it."""

@@ -56,7 +56,8 @@ PARSERS = {
     "pipeline": "import sys; from emo.pipeline.cli import make_parser as p; p().parse_args(sys.argv[1:])",
     "eval": "import sys; from emo.eval.cli import make_parser; make_parser().parse_args(sys.argv[1:])",
     "data_prep": "import sys; import emo.data_prep.cli as m; args = "
-    "m.parse_arguments(m.make_parser(), sys.argv[1:]); m.load_data_config(args.recipe, args.overrides)",
+    "m.parse_arguments(m.make_parser(), sys.argv[1:]); "
+    "hasattr(args, 'recipe') and m.load_data_config(args.recipe, args.overrides)",
 }
 
 
@@ -97,7 +98,7 @@ class Scratch:
         cached = self.root / "hub" / "hub" / f"models--{MODEL.replace('/', '--')}"
         (cached / "refs").mkdir(parents=True)
         (cached / "refs" / "main").write_text("0" * 40)
-        tiny_model(cached / "snapshots" / ("0" * 40))
+        tiny_model(cached / "snapshots" / ("0" * 40), num_attention_heads=8)  # that sequences can share
         chat = cached.with_name(f"models--{CHAT_MODEL.replace('/', '--')}")
         (chat / "refs").mkdir(parents=True)
         (chat / "refs" / "main").write_text("0" * 40)

@@ -21,16 +21,15 @@ SCHEMA = REPO / "docs" / "recipe.schema.json"
 HEADER = """# Recipe reference
 
 A recipe is a YAML file with the keys below. `make reference` generates this page and
-[the JSON schema](../recipe.schema.json) from `data_prep/config.py` and `pipeline/*/config.py`. Begin a
-recipe with this line, and an editor with YAML support completes and checks its keys:
+[the JSON schema](../recipe.schema.json). Begin a recipe with this line, and an editor with YAML support
+completes and checks its keys:
 
 ```yaml
 # yaml-language-server: $schema=docs/recipe.schema.json
 ```
 
 `emo train RECIPE train.seed=7` sets a key on the command line. With `extends: other.yaml` a recipe only needs
-the keys that differ from the other one. A run that resumes may change the keys marked *Free*. It rejects a
-change of any other key.
+the keys that differ. A run that resumes may change only the keys marked *Free*.
 """
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
@@ -68,8 +67,8 @@ def schema() -> dict[str, Any]:
             properties[key]["description"] = meaning
     tree["properties"]["extends"] = {
         "type": "string",
-        "description": "Another recipe, whose keys this one completes or replaces. It is a file in the same "
-        "directory or a shipped one, launch/recipes/NAME.yaml.",
+        "description": "Another recipe, whose keys this one completes or replaces: a file in the same "
+        "directory or launch/recipes/NAME.yaml.",
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "EMO recipe"}
 

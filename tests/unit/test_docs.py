@@ -60,8 +60,8 @@ def test_code_names_documents_that_exist() -> None:
 
 
 def test_a_walk_names_functions_that_exist() -> None:
-    """In the tables of architecture.md: files, what is called there, and what happens."""
-    stations = WALK.findall((REPO / "docs" / "explanation" / "architecture.md").read_text())
+    """In the tables of CONTRIBUTING.md: files, what is called there, and what happens."""
+    stations = WALK.findall((REPO / "CONTRIBUTING.md").read_text())
     assert len(stations) > 30
     for files, names in stations:
         defined = set().union(*(documents.functions(REPO / file) for file in re.findall(r"`(.*?)`", files)))
