@@ -44,6 +44,8 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
     inspect.add_argument("directory", type=local_directory, metavar="DIR", help=about)
     inspect.add_argument("--rows", type=int, default=3, help="number of rows to show (%(default)s)")
     inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows (%(default)s)")
+    text = "show these rows instead, for example of bad_batches.jsonl in a run directory"
+    inspect.add_argument("--at", type=_parse_row, nargs="+", default=[], metavar="FILE:ROW", help=text)
     verify = commands.add_parser(
         "verify",
         description="Check prepared data: the hashes and counts of all shards, the settings, the tokenizer "
@@ -132,8 +134,8 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         from .shards.verify import data_sets
 
         copy_prepared(args.directory)
-        for split in data_sets(args.directory):
-            inspect(split, args.rows, args.seed, make_console())
+        for split in data_sets(args.directory)[: 1 if args.at else None]:
+            inspect(split, args.rows, args.seed, make_console(), args.at)
     elif args.command == "verify":
         announce(args.directory)
         from .shards.format import copy_prepared
@@ -206,6 +208,16 @@ def _say(line: str) -> None:
         if error.errno != errno.ENOSPC:
             raise
         raise DiskFullError("no space left for standard output") from None
+
+
+def _parse_row(text: str) -> tuple[str, int]:
+    """Parse FILE:ROW. Raises ArgumentTypeError."""
+    file, _, row = text.rpartition(":")
+    if not (file and row.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be FILE:ROW, for example shard-00000-of-00004.arrow:12"
+        )
+    return file, int(row)
 
 
 def _positive(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,25 @@ OPEN = "⟦"
 CLOSE = "⟧"
 
 
-def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
-    """Print the summary of a data set and some of its rows. Raises UserError for another directory."""
+def inspect(
+    directory: Path, samples: int, seed: int, console: Console, at: Sequence[tuple[str, int]] = ()
+) -> None:
+    """Print the summary of a data set and some of its rows. Raises UserError for another directory.
+
+    Args:
+        directory: a split of prepared data.
+        samples: number of rows that are drawn.
+        seed: of the draw.
+        console: where the text goes.
+        at: shard files and rows in them to print instead.
+    """
     data = TokenDataset(directory)
     for table in _tables(directory, data):
         console.print(table)
     tokenizer = load_tokenizer(directory.parent / "tokenizer")
     drawn = np.random.default_rng(seed).permutation(len(data))[:samples]
+    if at:
+        drawn = np.array([_find_row(data, file, number) for file, number in at])
     damage = data.damage(drawn, data.manifest.vocab_size)
     if damage is not None:
         raise UserError(f"{damage}; {AGAIN}", code="damaged-data")
@@ -54,6 +66,15 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
         console.print(render_row(data, row, tokenizer, colours))
     legend = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
     console.print(Text.assemble("supervised ", *legend))
+
+
+def _find_row(data: TokenDataset, file: str, number: int) -> int:
+    """Return the number of row `number` of a shard file. Raises UserError if there is none."""
+    files = [shard.file for shard in data.manifest.shards]
+    if file not in files or number >= len(rows := data.rows_of(files.index(file))):
+        problem = f"{data.directory} has no row {number} of {file}"
+        raise UserError(f"{problem}. Correct --at, or name the split that has it", code="no-such-row")
+    return int(rows[number])
 
 
 def stretch(text: str, supervised: bool, colours: bool) -> Text:

@@ -33,7 +33,7 @@ class OptimizerConfig(ScheduleConfig):
     only_steps: int | None = Field(None, gt=0)
     """Number of first steps in which `only` applies, by default all."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices and embeddings, not of norms and biases."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's averages of gradient and squared gradient."""
     eps: float = Field(1e-8, gt=0)

@@ -479,7 +479,9 @@ def text_by_weight(config: DataConfig, tokenizer: Path) -> set[tuple[tuple[str, 
 
 
 @pytest.mark.parametrize("template", ["chat", "chat_template"])
-def test_weights_reach_the_tokens_of_their_characters(tmp_path: Path, template: str) -> None:
+def test_weights_reach_the_tokens_of_their_characters(
+    tmp_path: Path, template: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights of rows, messages and parts are multiplied. The end of a turn has the weight of its message."""
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(tokenizer_with(CHATML), tokenizer)
@@ -502,6 +504,10 @@ def test_weights_reach_the_tokens_of_their_characters(tmp_path: Path, template: 
     console = Console(file=io.StringIO(), width=200)
     inspect(config.dir / "train", 1, 0, console)
     assert "0.25 to 3;" in console.file.getvalue()  # type: ignore[attr-defined]
+    file, number = data.provenance(np.array([20]))[0]
+    assert main(["inspect", str(config.dir), "--at", f"{file}:{number}"]) == 0
+    assert "row 20:" in capsys.readouterr().out
+    assert main(["inspect", str(config.dir), "--at", f"{file}:9999"]) == 2
 
 
 def test_reasoning_has_a_weight(tmp_path: Path) -> None:
