@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_evaluation_arguments(add)
     add_schedulers(add)
     text = "evaluate only tasks I, I + N, ... of --tasks, counted from 0. The last part writes the report"
-    add("--shard", type=parse_shard, default=(0, 1), metavar="I/N", help=text)
+    add("--shard", type=parse_shard, metavar="I/N", help=text)
     add("--finish", action="store_true", help="evaluate nothing, only write the report of all tasks")
     _add_watch(commands)
     commands.add_parser(
@@ -233,10 +233,10 @@ def _run(args: argparse.Namespace) -> int:
     check_schedulers(args)
     tasks = _tasks(args)
     settings = _settings(args)
-    is_part = args.shard[1] > 1 and not args.finish
+    is_part = args.shard is not None and not args.finish
     if args.fail_on_regression and (is_part or args.on == KUBERNETES):
         problem = "--fail_on_regression needs all tasks, so --shard and --on kubernetes exclude it"
-        raise UserError(f"{problem}. Add --finish, or run `emo compare` afterwards", code="options-clash")
+        raise UserError(f"{problem}. Run `emo compare` afterwards", code="options-clash")
     if args.on == KUBERNETES:
         values = {"ARGUMENTS": shlex.join(_words(args))}
         for line in apply_job(args.overlay, "eval", len(tasks), values, output=args.output_path):
@@ -257,7 +257,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.on or args.finish:
         results = _finish(args, model.name, tasks, settings)
     else:
-        part = tasks[args.shard[0] :: args.shard[1]]
+        part = tasks if args.shard is None else tasks[args.shard[0] :: args.shard[1]]
         results = run_all(model, part, settings, args.output_path, say)
     if is_part:
         from .parts import read_results, write_report
@@ -280,17 +280,13 @@ def _finish(
     args: argparse.Namespace, name: str, tasks: Sequence[Task | ForeignTask], settings: Settings
 ) -> list[TaskResult]:
     """Evaluate the parts with --on ray. Write the report of all parts and return their results."""
-    from .parts import Evaluation, evaluate_on_ray, read_results, write_report
+    from .parts import Evaluation, evaluate_on_ray, require_results, write_report
 
     out = args.output_path
+    parts = Evaluation(args.model, args.name, args.dtype, tasks, settings, out, Path.cwd())
     if args.on:
-        parts = Evaluation(args.model, args.name, args.dtype, tasks, settings, out, Path.cwd())
         evaluate_on_ray(parts, say)
-    results = read_results(name, tasks, out)
-    if results is None:
-        problem = f"{out} does not have the results of all tasks of {name}"
-        cure = "Run the missing parts, or set an --output_path that all hosts share"
-        raise UserError(f"{problem}. {cure}", code="not-shared")
+    results = require_results(parts, name)
     say(f"report: {write_report(out)}")
     return results
 

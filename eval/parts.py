@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from emo.common.errors import UserError
 from emo.common.io.lease import wait_and_hold
@@ -62,6 +62,25 @@ def read_results(name: str, tasks: Sequence[Task | ForeignTask], out: Path) -> l
         return None
     results = find_model(read_models([out]), name).all_results
     return [results[task.name] for task in tasks] if all(task.name in results for task in tasks) else None
+
+
+class _KnownModel(EvaluatedModel):
+    """A model whose results are all known, so that its weights are not loaded."""
+
+    def _load(self) -> Any:
+        raise UserError(
+            f"a results directory does not have all results of {self.name} with these weights and settings. "
+            "Run the missing parts, or set an --output_path that all hosts share",
+            code="not-shared",
+        )
+
+
+def require_results(evaluation: Evaluation, name: str) -> list[TaskResult]:
+    """Return the results of all parts. Raises UserError if one is missing or was made with other settings."""
+    model = _KnownModel(evaluation.model, evaluation.name, evaluation.dtype)
+    if read_results(name, evaluation.tasks, evaluation.out) is None:  # before demonstrations are chosen
+        model._load()
+    return run_all(model, evaluation.tasks, evaluation.settings, evaluation.out, lambda line: None)
 
 
 def write_report(out: Path) -> Path | None:

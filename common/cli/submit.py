@@ -31,7 +31,7 @@ def add_schedulers(add: Callable[..., Any]) -> None:
 
 def check_schedulers(args: argparse.Namespace) -> None:
     """Raise UserError if these options do not go together."""
-    if args.on is not None and (args.shard != (0, 1) or args.finish):
+    if args.on is not None and (args.shard not in (None, (0, 1)) or args.finish):
         raise UserError("--on cannot be combined with --shard or --finish. Remove them", code="options-clash")
     if (args.on == KUBERNETES) != (args.overlay is not None):
         raise UserError("--on kubernetes and --overlay DIR need each other", code="option-needs")
@@ -111,8 +111,11 @@ def apply_job(
         values = {"RECIPE": f"/recipe/{RECIPE_FILE}", "OVERRIDES": ""} | values
     values = values | {"JOBS": str(jobs)}
     container["env"] += [{"name": name, "value": value} for name, value in values.items()]
-    _call(["kubectl", "apply", "-f", "-"], text="\n---\n".join(map(json.dumps, chosen)))
+    done = _call(["kubectl", "apply", "-f", "-"], text="\n---\n".join(map(json.dumps, chosen)))
     namespace = f"-n {metadata['namespace']} " if "namespace" in metadata else ""
+    if f"job.batch/{metadata['name']} unchanged" in done:
+        again = f"kubectl {namespace}delete job/{metadata['name']}"
+        return [f"job {metadata['name']} exists already. To run it again, first run: {again}"]
     wait = f"kubectl {namespace}wait --for condition=complete --timeout=-1s job/{metadata['name']}"
     return [f"applied: job {metadata['name']}, {counted(jobs, 'pod')}", f"wait for it: {wait}"]
 

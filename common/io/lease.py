@@ -11,6 +11,7 @@ next number. A released lease leaves an old file without a holder, so that numbe
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -219,7 +220,9 @@ def _is_alive(files: LeaseFiles, name: str, seconds: float) -> bool:
             return False
         holder = _parse_holder(content, renewed)
         age = files.now() - renewed
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):  # that will not pass
+            raise
         return True  # the file is changing right now
     if holder is None:
         return age < min(seconds, WRITING_SECONDS)  # the holder is still writing it

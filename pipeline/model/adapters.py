@@ -151,6 +151,12 @@ def check_adapter(model: nn.Module, config: LoraConfig) -> None:
         found = settings.get({"alpha": "lora_alpha"}.get(key, key)) or False
         if found != wanted:
             raise UserError(f"{problem} has {key}={found}. Set model.lora.{key} to that", code="adapter")
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    if config.train_embeddings:
+        tied = base.config.get_text_config().tie_word_embeddings
+        if bool(settings.get("ensure_weight_tying")) != tied:
+            problem += f" was trained on a model with {'un' * tied}tied embeddings"
+            raise UserError(f"{problem}. Set model.path as for that adapter", code="adapter")
     info: dict[str, object] = {}
     with contextlib.suppress(OSError, ValueError):
         info = read_export_info(directory)

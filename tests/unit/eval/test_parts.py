@@ -35,6 +35,9 @@ def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     out = tmp_path_factory.mktemp("alone")
     assert command(*options(world, out))[0] == 0
     assert len(results(out)) == 2 and not (out / "report.html").exists()
+    one = tmp_path_factory.mktemp("one")
+    assert command(*options(world, one, "--tasks", "sst2", "--shard", "0/1"))[0] == 0
+    assert (one / "report.html").exists()
     return results(out)
 
 
@@ -54,6 +57,8 @@ def test_the_jobs_of_slurm_give_the_same_results(
     code, _, error = command("eval", *words, "--finish")
     assert code == 2 and "[not-shared]" in error
     assert command("eval", *words, "--shard", "0/2")[0] == 0
+    code, _, error = command("eval", *words, "--limit", "4", "--finish")  # other settings
+    assert code == 2 and "[not-shared]" in error
     (out / "report.html").unlink()  # of the last part
     slurm = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
     job = ["bash", "launch/slurm/eval.sbatch", *words, "--finish"]
