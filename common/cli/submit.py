@@ -35,6 +35,9 @@ def check_schedulers(args: argparse.Namespace) -> None:
         raise UserError("--on cannot be combined with --shard or --finish. Remove them", code="options-clash")
     if (args.on == KUBERNETES) != (args.overlay is not None):
         raise UserError("--on kubernetes and --overlay DIR need each other", code="option-needs")
+    if args.overlay is not None and not args.overlay.is_dir():
+        cure = "Name a kustomize directory, such as a copy of launch/k8s/overlays/cluster"
+        raise UserError(f"--overlay {args.overlay} is not a directory. {cure}", code="submission")
 
 
 def submit_array(
@@ -124,7 +127,7 @@ def _check_shared(pod: dict[str, Any], container: dict[str, Any], output: Path) 
     """Raise UserError unless a directory is on a volume that all pods share."""
     claims = [volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims]
-    if not any(output.is_relative_to(mount) for mount in mounts):
+    if not any(Path(os.path.normpath(output)).is_relative_to(mount) for mount in mounts):
         problem = f"--output_path {output} is not on the volume that the pods share"
         raise UserError(f"{problem}. Set a directory below {' or '.join(mounts)}", code="not-shared")
 
