@@ -85,11 +85,16 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
         say("note: the recipe limits the data, so preparation takes less")
     processes = f"{workers} processes each, without the seconds that they take to start"
     say(f"on {counted(machines, 'machine')} with {processes}:")
-    refresh(config.dir, [FILES])
-    measured = read_costs(config.dir)
+    refresh(config.dir, [FILES, SETTINGS])
+    prepared = config.dir / SETTINGS
+    differs = prepared.is_file() and digest_file(prepared) != settings
+    measured = None if differs else read_costs(config.dir)
     costs = _predict(config, sample, total, machines, workers)
     for name, text in costs.shown().items():
         say(f"  {name}: {text}" + ("" if measured is None else f", measured {measured.shown()[name]}"))
+    if differs:
+        say(f"note: {config.dir} is prepared with other settings, so this forecast is not stored")
+        return
     record = Record(costs, machines, round(rows), round(sample.tokens * total / sample.stored))
     try:
         claim_directory(config.dir, MARKER, NOTE, "data.dir")
