@@ -142,8 +142,8 @@ class DataConfig(Section):
     sources: list[Source] = Field(min_length=1)
     """Sources of the training rows."""
     validation: list[Source] | dict[str, list[Source]] = []
-    """Sources of the validation set, or of several by name: {home: [...], abroad: [...]}. No row of these is
-    trained on."""
+    """Sources of the validation set, or of several by name: {home: [...], abroad: [...]}. Their rows are
+    not trained on."""
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the sources' rows for validation, by content hash, if `validation` is empty."""
     validation_group: str | None = mark(SET, None, min_length=1)
@@ -179,7 +179,7 @@ class DataConfig(Section):
     limit_tokens: int | None = Field(None, gt=0)
     """Use at most this many training tokens."""
     strict: bool = mark("report", True)
-    """Whether a broken line or a missing column is an error, or else a rejected row."""
+    """Whether a broken line or a missing column is an error. false counts it as a rejected row."""
     max_chars: int = Field(10_000_000, gt=0)
     """Longer rows are rejected."""
     dedup: Literal["none", "exact", "near"] = "exact"

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from emo.common.errors import UserError, one_line
-from emo.common.io.files import claim_directory, write_text
+from emo.common.io.files import claim_directory, sha256, write_text
 from emo.common.io.mirror import refresh
 from emo.common.text import counted
 
@@ -24,7 +24,7 @@ from .selection.arrow import numbers_of
 from .selection.plan import ShardPart
 from .selection.row_units import UNIT_ROWS
 from .selection.scan import scanner
-from .shards.cost_table import Record, digest_file
+from .shards.cost_table import Record
 from .shards.costs import FILES, FORECAST, MIB, Costs, peak_memory, read_costs
 from .shards.encode import Encoded, encoding
 from .shards.format import token_dtype
@@ -74,7 +74,7 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
     with tempfile.TemporaryDirectory() as directory:
         job = Preparation(config.model_copy(update={"dir": Path(directory)}), 1, lambda line: None)
         job.set_up()
-        settings = digest_file(job.new / SETTINGS)
+        settings = sha256(job.new / SETTINGS)
         sample = _measure(job, inputs, _take_pieces(inputs, total))
     rows = sample.rows * total / sample.stored
     read = f"{sample.stored / MIB:,.1f} of {total / MIB:,.1f} MiB"
@@ -87,7 +87,7 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
     say(f"on {counted(machines, 'machine')} with {processes}:")
     refresh(config.dir, [FILES, SETTINGS])
     prepared = config.dir / SETTINGS
-    differs = prepared.is_file() and digest_file(prepared) != settings
+    differs = prepared.is_file() and sha256(prepared) != settings
     measured = None if differs else read_costs(config.dir)
     costs = _predict(config, sample, total, machines, workers)
     for name, text in costs.shown().items():

@@ -48,7 +48,7 @@ class RayPreparation(Preparation):
     """A preparation whose units and shards are tasks of the connected cluster."""
 
     _alone = False
-    _selected: tuple[bool, bool] | None = None  # the last arguments of tasks that are done
+    _selected: tuple[bool, bool] | None = None  # (limit, alone) of the selection that tasks have made
 
     def scan(self, first: float, alone: bool = False) -> Scan:
         """Make the missing parts of all units. The arguments concern other jobs, which tasks do not need."""

@@ -279,7 +279,7 @@ def _run(args: argparse.Namespace) -> int:
 def _finish(
     args: argparse.Namespace, name: str, tasks: Sequence[Task | ForeignTask], settings: Settings
 ) -> list[TaskResult]:
-    """Evaluate the parts with --on ray. Write the report of all parts and return their results."""
+    """Write the report of all parts and return their results. With --on ray, evaluate the parts first."""
     from .parts import Evaluation, evaluate_on_ray, require_results, write_report
 
     out = args.output_path
@@ -292,7 +292,10 @@ def _finish(
 
 
 def _words(args: argparse.Namespace, only: Sequence[str] = ()) -> list[str]:
-    """Return the options of `emo eval` that a part needs, or `only` some of all."""
+    """Return the options of `emo eval` that are not at their defaults, as words of a part's command.
+
+    only: their names. By default all but those of the scheduler and of the gate.
+    """
     defaults = vars(make_parser().parse_args(["eval", "--model", ""]))
     chosen = only or defaults.keys() - {*GATE, "on", "overlay"}
     changed = [item for item in vars(args).items() if item[0] in chosen and item[1] != defaults[item[0]]]

@@ -68,18 +68,22 @@ class _KnownModel(EvaluatedModel):
     """A model whose results are all known, so that its weights are not loaded."""
 
     def _load(self) -> Any:
-        raise UserError(
-            f"a results directory does not have all results of {self.name} with these weights and settings. "
-            "Run the missing parts, or set an --output_path that all hosts share",
-            code="not-shared",
-        )
+        raise _missing_error(self.name)
+
+
+def _missing_error(name: str) -> UserError:
+    return UserError(
+        f"a results directory does not have all results of {name} with these weights and settings. "
+        "Run the missing parts, or set an --output_path that all hosts share",
+        code="not-shared",
+    )
 
 
 def require_results(evaluation: Evaluation, name: str) -> list[TaskResult]:
     """Return the results of all parts. Raises UserError if one is missing or was made with other settings."""
-    model = _KnownModel(evaluation.model, evaluation.name, evaluation.dtype)
     if read_results(name, evaluation.tasks, evaluation.out) is None:  # before demonstrations are chosen
-        model._load()
+        raise _missing_error(name)
+    model = _KnownModel(evaluation.model, evaluation.name, evaluation.dtype)
     return run_all(model, evaluation.tasks, evaluation.settings, evaluation.out, lambda line: None)
 
 

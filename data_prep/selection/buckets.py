@@ -17,7 +17,9 @@ from emo.common.io.files import part_file
 
 BATCH_BYTES = 16 << 20  # of records that are held at once
 _TRAILER = 4  # numbers
-_EMPTY = 0x9E3779B97F4A7C15  # checksum of nothing: a file of zeros is damaged
+_EMPTY = (
+    0x9E3779B97F4A7C15  # checksum of an empty bucket. It is not 0, so that a file of zeros counts as damaged
+)
 
 Chunk = tuple[np.ndarray, np.ndarray]  # uint64 [records, width], and the bucket of each
 

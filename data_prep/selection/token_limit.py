@@ -1,9 +1,10 @@
 """data.limit_tokens: the training rows that fit into a number of tokens, and their shards.
 
 The training rows of all sources take turns in proportion: row k of the n rows of a source is due at
-(k + 0.5) / n, and of rows that are due at the same time the first comes first. All units count the tokens of
-their rows that are due up to some time, and add them up by intervals of time. In the interval that reaches
-the limit the rows are compared one by one. The tokens of earlier units give the shards of a unit's rows.
+(k + 0.5) / n. Of rows that are due at the same time, the one with the lowest number comes first. All units
+count the tokens of their rows that are due up to some time, and add them up by intervals of time. In the
+interval that reaches the limit the rows are compared one by one. The tokens of earlier units give the shards
+of a unit's rows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _End(NamedTuple):
 
 
 class TokenLimit:
-    """The limit of tokens of one job.
+    """Selects the training rows within data.limit_tokens, in one of the jobs that share the work.
 
     The sources are used in proportion. Rows are assigned to the shards again, by their tokens. Text has a
     quota of tokens for each shard, whose sum is the limit in complete blocks. Instructions are not cut: less

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from emo.common.errors import UserError
+from emo.common.io.files import sha256
 from emo.common.io.objects import local_directory
 from emo.common.io.untrusted import read_json
 from emo.common.report.document import Table
@@ -70,7 +70,7 @@ def cost_tables(configs: Iterable[Mapping[str, Any]]) -> list[Table]:
 def _read_forecast(directory: Path) -> Record:
     """Return the forecast for the settings of the prepared data. Raises an error if there is none."""
     tree = read_json(directory / FORECAST)
-    if tree.pop("settings") != digest_file(directory / SETTINGS):
+    if tree.pop("settings") != sha256(directory / SETTINGS):
         raise ValueError("the forecast is for other settings")
     return Record(**tree | {"costs": Costs(**tree["costs"])})
 
@@ -82,8 +82,3 @@ def _read_measured(directory: Path) -> Record:
     manifests = [parse_manifest(file.parent) for file in sorted(directory.glob(f"*/{MANIFEST}"))]
     rows = sum(source["rows"] for source in manifests[0].sources)  # all splits list the same sources
     return Record(costs, len([*directory.glob(FILES)]), rows, sum(manifest.tokens for manifest in manifests))
-
-
-def digest_file(settings: Path) -> str:
-    """Return the digest of a small file."""
-    return hashlib.sha256(settings.read_bytes()).hexdigest()

@@ -74,7 +74,10 @@ def cpu_seconds() -> float:
 
 
 def peak_memory(workers: int, elsewhere: float = 0.0) -> float:
-    """Return the peak memory of this process and its workers in bytes. elsewhere: of a worker of Ray."""
+    """Return the peak memory of this process and its workers in bytes.
+
+    elsewhere: the peak of a Ray worker, if Ray runs the workers.
+    """
     mine, child = (
         resource.getrusage(who).ru_maxrss * 1024.0 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )

@@ -24,8 +24,8 @@ class ScheduleConfig(Section):
     lr_scheduler_type: Literal[
         "cosine", "linear", "constant", "cosine_with_restarts", "inverse_sqrt", "warmup_stable_decay"
     ] = "cosine"
-    """Learning rate after the warm-up, under the names of transformers, whose step 0 at a rate of 0 is left
-    out."""
+    """Learning rate after the warm-up, under the names of transformers. Unlike there, the first step has a
+    rate above 0."""
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     """Share of the steps (rounded up) over which the learning rate rises."""
     warmup_steps: int | None = Field(None, ge=0)

@@ -52,11 +52,11 @@ class RopeConfig(Section):
     max_position_embeddings: int | None = Field(None, gt=0)
     """The new context, for `theta` alone and llama3. The default is the model's times `factor`."""
     attention_factor: float | None = Field(None, gt=0)
-    """Factor on cosines and sines (yarn, 0.1 ln(factor) + 1)."""
+    """Factor on cosines and sines (yarn). The default is 0.1 ln(factor) + 1."""
     beta_fast: float | None = Field(None, gt=0)
     """Rotations in the original context above which a frequency is kept (yarn, 32)."""
     beta_slow: float | None = Field(None, gt=0)
-    """Rotations below which it is divided by factor (yarn, 1)."""
+    """Rotations in the original context below which a frequency is divided by factor (yarn, 1)."""
     low_freq_factor: float | None = Field(None, gt=0)
     """Rotations below which a frequency is divided by factor (llama3, 1)."""
     high_freq_factor: float | None = Field(None, gt=0)

@@ -106,8 +106,8 @@ def same(made: dict[str, bytes], expected: dict[str, bytes]) -> bool:
 
 def share(
     recipe: Path, target: str, environment: Environment, kills: int = 0, server: S3Server | None = None
-) -> tuple[str, int]:
-    """Let two hosts share a preparation; return how it went, and the number of kills.
+) -> tuple[str, int, bool]:
+    """Let two hosts share a preparation; return how it went, the kills, and whether both ended well.
 
     kills: of the commands, each of which is started again. server: is killed and started once.
     """
@@ -134,7 +134,8 @@ def share(
         time.sleep(3)
         server.start()
     codes = [job.wait(900) for job in jobs]
-    return f"exit codes {codes}, {killed} killed, {time.monotonic() - began:.0f} s", killed
+    went = f"exit codes {codes}, {killed} killed, {time.monotonic() - began:.0f} s"
+    return went, killed, not any(codes)
 
 
 def repeat(kills: int, most: int, run: Callable[[int], int]) -> None:
@@ -155,8 +156,8 @@ def posix(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
     def run(kills: int) -> int:
         target = directory / f"shared-{time.monotonic_ns()}"
-        went, killed = share(recipe, str(target), {}, kills)
-        good = "[0, 0]" in went and content(target) == expected
+        went, killed, done = share(recipe, str(target), {}, kills)
+        good = done and content(target) == expected
         show("posix", "jobs are killed", went, good, f"{went}; other bytes, or failed")
         return killed
 
@@ -176,8 +177,9 @@ def s3(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
         files = directory / f"s3-{time.monotonic_ns()}"
         with s3_server(files, launching.free_port(), *faults) as server:
             environment = server.environment
-            went, killed = share(recipe, "s3://data/made", environment, kills, server if restart else None)
-            good = "[0, 0]" in went and same(fetched(directory, "s3://data/made", environment), expected)
+            restarted = server if restart else None
+            went, killed, done = share(recipe, "s3://data/made", environment, kills, restarted)
+            good = done and same(fetched(directory, "s3://data/made", environment), expected)
             show("s3", name, went, good, f"{went}; other bytes, or failed")
             if not faults:
                 train(directory, environment, show)
@@ -193,7 +195,7 @@ def s3(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
         show("s3", "moto's server", "skipped: needs moto", True)
         return
     with moto() as environment:
-        went, _ = share(recipe, "s3://data/made", environment, 1)
+        went, *_ = share(recipe, "s3://data/made", environment, 1)
         made = fetched(directory, "s3://data/made", environment)
         show("s3", "moto's server", went, same(made, expected), f"{went}; other bytes")
 
