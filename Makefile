@@ -1,16 +1,16 @@
 PYTHON ?= python3
 # Extra arguments for the first pip step, e.g. to point it at PyTorch's index of CPU or CUDA builds.
 TORCH_ARGS ?=
-# Real checkpoints and text for the evidence; what is not there is replaced or left out, and the report says so.
+# Real checkpoints and text for the evidence. The report lists the parts that were replaced or left out without them.
 DATA ?= ../shared/data
-# Training runs beside each other.
+# Number of training runs at a time.
 JOBS ?= 2
 # Options of a campaign, for example --parts 1 2 3.
 ARGS ?=
 BIN := .venv/bin
-# Tests of launches, ranks and hangs wait for much of their time: three workers keep two cores busy.
+# Tests of launches, ranks and hangs spend much of their time waiting, so three workers keep two cores busy.
 WHOLE_SUITE := pytest tests -n 3 --dist loadfile --no-loadscope-reorder
-# DeepSpeed compiles its operations where and when they are first used, not at installation.
+# DeepSpeed compiles its operations when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
 .DEFAULT_GOAL := help
@@ -21,11 +21,11 @@ help: ## this list
 
 setup: .venv/ready ## .venv with the exact versions of requirements.lock
 
-# torch comes first and alone: it decides between the CPU and the CUDA build, and nothing after it may. Every build of a
-# version has hashes of its own, and those from TORCH_ARGS are not in the lock, so this step checks none; the lock then
-# finds torch installed. All else is checked against the lock, which has the hashes of every platform's files. It is
-# complete, so nothing is resolved again: OpenICL's own pins would contradict it. setuptools builds what comes as source.
-# The packages and the project apart: an image keeps them in layers of their own.
+# pip installs torch first and separately, because this step chooses between the CPU and the CUDA build. Each build has
+# different hashes, and the lock does not have those from TORCH_ARGS, so this step checks no hashes. pip checks all other
+# packages against the lock, which has the hashes of the files for every platform. The lock is complete, so pip resolves
+# nothing (--no-deps): OpenICL's version limits would contradict it. setuptools builds the source packages. Packages and
+# project are separate targets, so that an image keeps them in separate layers.
 .venv/packages: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
@@ -33,37 +33,37 @@ setup: .venv/ready ## .venv with the exact versions of requirements.lock
 	$(BIN)/pip install --quiet --no-compile --require-hashes --no-deps -r .venv/setuptools.lock
 	$(BIN)/pip install --quiet --no-compile $(TORCH_ARGS) $$(grep -o '^torch==[^ ]*' requirements.lock)
 	$(BIN)/pip install --quiet --no-compile --require-hashes --no-deps --no-build-isolation -r requirements.lock
-	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/|transformers/models/' .venv/lib || true # templates among them are no Python
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests?/|transformers/models/' .venv/lib || true # templates among them are not valid Python
 	touch $@
 
 .venv/ready: .venv/packages pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# Their own environment: what they need is no part of the project's.
+# A separate environment, because the project does not need these tools or their dependencies.
 build/tools/ready:
 	$(PYTHON) -m venv build/tools
 	build/tools/bin/pip install --quiet uv==0.13.9 pip-audit==2.10.1
 	touch $@
 
-# What is locked stays where it still fits.
-lock: build/tools/ready ## versions and hashes anew; ARGS=--upgrade takes the newest
+# Locked versions stay as long as they satisfy pyproject.toml.
+lock: build/tools/ready ## update versions and hashes; ARGS=--upgrade takes the newest
 	echo openicl | build/tools/bin/uv pip compile --quiet --output-file requirements.lock $(ARGS) pyproject.toml -
 
-audit: setup build/tools/ready ## what is known against the locked versions
+audit: setup build/tools/ready ## known vulnerabilities of the locked versions
 	$(BIN)/python -m tests.campaigns.audit build/tools/bin
 
 quickstart: setup ## the whole product on a laptop, in minutes
 	$(BIN)/python launch/quickstart.py
 
-quickstart-test: setup ## the quickstart's promises, undisturbed and killed over and over; half an hour
+quickstart-test: setup ## the quickstart, undisturbed and killed repeatedly; half an hour
 	$(BIN)/python -m tests.campaigns.quickstart
 
 test: setup lint ## lint, types, tests
 	$(BIN)/python -m $(WHOLE_SUITE)
 
-# Unit tests of the rooms that changed since the last commit, and of those that stand on them; no real runs. It ends
-# within 90 seconds, and says how many tests had no time: all of them only where all rooms changed, or on a busy machine.
+# Unit tests of the packages that changed since the last commit and of the packages that import them, without launches. It
+# ends within 90 seconds and prints how many tests it had no time for.
 test-fast: setup ## unit tests of what changed since the last commit, within 90 seconds
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.helpers.changed) -n 2 --dist loadfile --no-loadscope-reorder -m "not launch and not slow" --within 70
 
@@ -86,23 +86,23 @@ coverage: setup ## which lines the tests run
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report --skip-covered
 
-lint: setup ## style, imports and types
+lint: setup ## check style, imports and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 
-format: setup ## mend what lint can mend by itself
+format: setup ## fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: setup ## side-by-side measurements
 	for name in tests/bench/[!_c]*.py; do $(BIN)/python -m tests.bench.$$(basename $$name .py) || exit 1; done
 
-equality: setup ## rows, losses, exports and predictions that stay when the code changes
+equality: setup ## compare rows, losses, exports and predictions with the stored ones
 	$(BIN)/python -m tests.campaigns.equality $(ARGS)
 
-mutants: setup ## 120 changed lines that the suite has to notice
+mutants: setup ## change 120 lines one at a time; the suite must fail for each
 	$(BIN)/python -m tests.campaigns.mutants $(ARGS)
 
 soak: setup ## 20 kills, 20 damaged saves
@@ -117,11 +117,11 @@ cluster-test: setup ## two hosts, 32 nodes that fail in turn, and a Slurm, on th
 template-test: setup ## every chat template that TRL ships, compared with apply_chat_template
 	$(BIN)/python -m tests.campaigns.templates $(ARGS)
 
-image-test: setup ## the image built without Docker, and run without rights; needs root on Debian
+image-test: setup ## build the image without Docker and run it as a user without privileges; needs root on Debian
 	$(BIN)/python -m tests.campaigns.image $(ARGS)
 
-doors-test: setup ## the loss in the oldest TRL that is supported; needs a package index
-	$(BIN)/python -m tests.campaigns.doors $(ARGS)
+trl-test: setup ## the loss in the oldest supported version of TRL; needs a package index
+	$(BIN)/python -m tests.campaigns.oldest_trl $(ARGS)
 
 export-test: setup ## exports of every family, read by transformers 4 and gguf; needs a package index
 	$(BIN)/python -m tests.campaigns.exports $(ARGS)
@@ -129,21 +129,21 @@ export-test: setup ## exports of every family, read by transformers 4 and gguf; 
 docs-test: setup ## every command of README.md and docs/, run or checked; ARGS="--only text-to-report" is one page
 	$(BIN)/python -m tests.campaigns.docs $(ARGS)
 
-gpu-test: setup ## what one GPU has to show, the most important first; ARGS="--within 480", or --quick on a CPU
+gpu-test: setup ## all checks that need one GPU, the most important first; ARGS="--within 480", or --quick on a CPU
 	$(BIN)/python -m tests.campaigns.gpu $(ARGS)
 
-gpu-bundle: setup ## the same for a machine with Python and PyTorch but no package index, in build/gpu-bundle
+gpu-bundle: setup ## gpu-test for a machine with Python and PyTorch but no package index, in build/gpu-bundle
 	$(BIN)/python -m tests.campaigns.gpu_bundle $(ARGS)
 
-fuzz: setup ## damaged files for every parser; ARGS="--seconds 60 --only recipe" is shorter
+fuzz: setup ## damaged files for every parser; ARGS="--seconds 60 --only recipe" is a short run
 	$(BIN)/python -m tests.campaigns.fuzz $(ARGS)
 
-evidence evidence-full: setup ## does it help, and why? An hour on 2 cores; evidence-full has no limit
+evidence evidence-full: setup ## does EMO help, and why? An hour on 2 cores; evidence-full has no limit
 	$(BIN)/python -m emo.experiments.evidence experiments/configs/$@.yaml names.data=$(DATA) --jobs $(JOBS)
 
 real: setup ## a real model of 135M parameters, continued with MLE and EMO and scored on eight tasks; an hour on 2 cores
 	$(BIN)/python -m emo sweep experiments/configs/real.yaml names.data=$(DATA)
 	$(BIN)/python -m emo report runs/real/results
 
-clean: ## remove what was built; results under runs/ stay
+clean: ## remove build files; results under runs/ stay
 	rm -rf build dist *.egg-info

@@ -76,7 +76,7 @@ from .encoding.tokenizer import (
     tokenizer_facts,
     train_sentencepiece,
 )
-from .selection import contamination
+from .selection.similarity import contamination
 from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import Selection
@@ -121,7 +121,7 @@ OF_SCORES = tuple(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{H
 SPLITS = (TRAIN, VALIDATION, f"{VALIDATION}-*")
 OF_SPLITS = tuple(f"{split}/{name}" for split in SPLITS for name in (*OF_SPLIT, *OF_SCORES))
 OF_ALL = (*SHARED, HASHES, costs.FILES, f".*{PART}")
-# What a job reads of others, besides shards and the files that share the work of planning.
+# The files of other jobs that a job reads, besides shards and the files that share the work of planning.
 NOTES = tuple(f"{split}/{name}" for split in SPLITS for name in ("shard-*.json", MANIFEST, OVERLAP))
 READ = (*SHARED, *SET_UP, *NOTES)
 

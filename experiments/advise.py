@@ -137,10 +137,10 @@ def find_nearest_cell(rows: list[MapRow], position: MapPosition) -> MapRow:
 
 def measure_recipe_fit(config: RunConfig, text: TokenDataset) -> float:
     """Return how well a recipe's costs predict its model's confusions in a text."""
-    from emo.pipeline.engine.devices import on_gpu, usable_attention
+    from emo.pipeline.engine.device.devices import on_gpu, usable_attention
     from emo.pipeline.loss import CostEmbedding, get_objective
     from emo.pipeline.model.build import check_fits, load_pretrained, model_config
-    from emo.pipeline.model.objectives import load_losses
+    from emo.pipeline.model.objective.build import load_losses
 
     hf_config = model_config(config.model)
     check_fits(hf_config, config.model, text.manifest)

@@ -51,13 +51,13 @@ from emo.pipeline.control.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQ
 
 POLL = 0.2  # seconds between looks at the launcher and the ranks
 HOSTFILE = Path("/job/hostfile")  # the default of `deepspeed`
-RENDEZVOUS = ("--master_port", "--master_addr", "--node_rank")  # options that say where ranks meet
+RENDEZVOUS = ("--master_port", "--master_addr", "--node_rank")  # options for the address where ranks meet
 REMOTE = ("--launcher", "--force_multi")  # options that put other programs between launcher and ranks
 TRAINING_CODES = (ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED)
 
 
 class RankReport(NamedTuple):
-    """What a rank of this host has reported."""
+    """The reports of the ranks of this host."""
 
     file: Path
     pid: int  # 0 if the rank is just starting
@@ -213,7 +213,7 @@ def run_exit_code(launcher: int, ranks: list[int | None], requested: bool, hosts
     codes = set(ranks)
     if codes == {ExitCode.DONE}:  # a killed launcher changes nothing; otherwise a rank of another host failed
         return ExitCode.DONE if launcher <= 0 else trusted
-    if ExitCode.MISTAKE in {*codes, launcher}:  # the launcher's code is that of some rank
+    if ExitCode.MISTAKE in {*codes, launcher}:  # the launcher exits with the code of one rank
         return ExitCode.MISTAKE
     return ExitCode.STOPPED if codes <= {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.FAILURE
 

@@ -22,7 +22,7 @@ from emo.common.io.objects import local_directory
 from emo.common.text import printable
 
 from .config import RunConfig, load_config
-from .engine.hardware import ACCELERATORS, parse_cluster
+from .engine.device.hardware import ACCELERATORS, parse_cluster
 from .monitor.console import Console
 
 log = logging.getLogger(__name__)
@@ -382,7 +382,7 @@ def _choose_merge(args: argparse.Namespace) -> None:
         raise UserError(problem, code="merge")
     announce("merge")
     from .model.merging import Merge
-    from .validation.merge_choice import choose_merge
+    from .monitor.validation.merge_choice import choose_merge
 
     def make(coefficient: float) -> Merge:
         weights = [coefficient] * (1 if args.method == "slerp" else len(args.models))

@@ -23,7 +23,7 @@ from .control.config import LimitsConfig
 from .control.run_dir import INITIAL
 from .engine.config import OptimizerConfig
 from .model.config import ModelConfig
-from .model.objective_config import BASE, ObjectiveConfig
+from .model.objective.config import BASE, ObjectiveConfig
 from .monitor.config import MonitorConfig
 
 

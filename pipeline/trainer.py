@@ -65,7 +65,7 @@ from .control.world import (
 )
 from .engine.activations import TILED
 from .engine.average import WeightAverage
-from .engine.devices import device_name
+from .engine.device.devices import device_name
 from .engine.ds_config import Grouping
 from .engine.engine import TAG, Engine
 from .engine.schedule import lr_at
@@ -74,8 +74,8 @@ from .engine.totals import StepTotals
 from .model.build import build_model, check_model, packed, write_initial_weights
 from .model.export import export_model
 from .model.kernels import check_kernels
-from .model.objectives import load_losses, measuring, warn_of_twins
-from .model.teacher import add_teacher, teacher_identity
+from .model.objective.build import load_losses, measuring, warn_of_twins
+from .model.objective.teacher import add_teacher, teacher_identity
 from .monitor.component import Component, RunState
 from .monitor.console import Console
 from .monitor.guard import Guard
@@ -85,10 +85,10 @@ from .monitor.profiler import Profiler
 from .monitor.upkeep import GarbageCollection, Heartbeat
 from .planning.checks import TrainingRun, check_run
 from .planning.plan import predict_step
-from .validation.base import find_bases
-from .validation.evaluation import measure_set
-from .validation.samples import Samples
-from .validation.selection import Selection
+from .monitor.validation.base import find_bases
+from .monitor.validation.evaluation import measure_set
+from .monitor.validation.samples import Samples
+from .monitor.validation.selection import Selection
 
 log = logging.getLogger(__name__)
 

@@ -139,7 +139,7 @@ class PatientStore(FsspecStore):
     def create(self, name: str, content: bytes) -> None:
         """Write a file that does not exist, with a unique content.
 
-        The content tells whether an earlier attempt, whose answer was lost, wrote the file.
+        By the content, a retry recognises a file that an earlier attempt wrote before its answer was lost.
         """
         try:
             _patient(super().create)(name, content)

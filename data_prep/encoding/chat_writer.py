@@ -271,7 +271,7 @@ class ChatWriter:
 
         Args:
             message: The message as the template gets it, with text as content.
-            answer: What the template writes for it.
+            answer: The text that the template writes for it.
             prompt: The text before the answer.
             chat: The chat of the message.
             examples: All examples of the chat.

@@ -90,7 +90,7 @@ def distinct(pairs: np.ndarray) -> np.ndarray:
 def contract_parents(batches: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, bool]]:
     """Yield edges to the smallest parent of each child, of the child and its other parents.
 
-    The second value tells whether a child had several parents. batches: edges, uint64 [edges, 2].
+    The second value is True if a child had several parents. batches: edges, uint64 [edges, 2].
     """
     kept = np.zeros((0, 2), np.uint64)
     for batch in batches:
@@ -108,7 +108,7 @@ def contract_children(
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Yield edges of all children to the smallest parent of their parent, or to their parent if it has none.
 
-    The second value tells whether a parent had a parent.
+    The second value is True if a parent had a parent.
 
     Args:
         parents: edges of the parents, uint64 [edges, 2].

@@ -239,7 +239,7 @@ class _Table:
 
     @cached_property
     def metadata(self) -> pq.FileMetaData:
-        """What the file says about its row groups."""
+        """The metadata of the file about its row groups."""
         with _open_parquet(self.path) as file:
             return file.metadata
 

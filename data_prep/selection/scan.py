@@ -38,8 +38,8 @@ from ..sources.rows import JudgedRow, checksum, content_hash, find_columns, judg
 from ..sources.spec import CODE, LEFT_OUT, REASONS, STRUCTURE, Payload, Rejected, RowSpec
 from ..sources.text import TextReader
 from .arrow import array_of, numbers_of
-from .grams import mixed
-from .near import near_columns, signatures
+from .similarity.grams import mixed
+from .similarity.near import near_columns, signatures
 from .units import complete_units
 
 MAX_UNITS = 4096  # approximately, without inputs of unknown size

@@ -25,7 +25,7 @@ CAPTION = (
 
 
 class Record(NamedTuple):
-    """What a preparation takes, as predicted or as measured."""
+    """The predicted or measured costs of a preparation."""
 
     costs: Costs
     jobs: int

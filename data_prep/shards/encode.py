@@ -24,7 +24,7 @@ from ..encoding.templates import Chat, Conversation, render
 from ..encoding.tokenizer import TokenizerFacts
 from ..encoding.weights import AnswerWeights, weighted_answer
 from ..encoding.words import TextEncoder
-from ..selection.contamination import Finder, load
+from ..selection.similarity.contamination import Finder, load
 from ..selection.plan import Plan, ShardPart
 from ..sources.files import AGAIN
 from ..sources.reader import SourceReader

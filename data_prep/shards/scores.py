@@ -181,7 +181,7 @@ class Scores:
 
         Either `stored` [b, block] float32: the log-probability of the token. Or `teacher_ids` [b, block, k]
         int64: the most likely tokens, and `teacher_log_p` [b, block, k + 1] float32: their log-probabilities
-        and that of all other tokens at the end. The probabilities sum to 1.
+        and the log-probability of all other tokens at the end. The probabilities sum to 1.
         """
         width = self.data.manifest.block
         out = np.zeros((len(rows), width), self.shards[0].dtype)

@@ -32,7 +32,7 @@ from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.text import counted
 from emo.data_prep.encoding.tokenizer import text_ids, tokenizer_fingerprint
-from emo.data_prep.selection.grams import tokens, units
+from emo.data_prep.selection.similarity.grams import tokens, units
 
 from ..models.encoder import Encoder
 from ..models.model import EvaluatedModel

@@ -30,7 +30,7 @@ from .adapter import Fate, StoredAnswers
 VERSION = 1  # of the records and results made here
 BY = "lm-eval"  # that chooses the demonstrations
 PREFERRED = ("acc_norm", "acc", "exact_match")  # metrics that rows decide as right or wrong
-# What the code and templates of tasks raise.
+# Errors that the code and templates of tasks raise.
 FAULTS = (
     ValueError,
     ArithmeticError,

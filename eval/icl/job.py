@@ -17,7 +17,7 @@ from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.io.lease import hold_if_free
 from emo.common.text import counted
-from emo.data_prep.selection.grams import folded
+from emo.data_prep.selection.similarity.grams import folded
 
 from ..models.base import LanguageModel, NotFiniteError, Say
 from ..models.encoder import Encoder

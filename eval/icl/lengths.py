@@ -257,5 +257,5 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def _bins(last: int) -> list[tuple[int, int]]:
-    """Return the first position of each bin and that of the next one, for positions from 1 to `last`."""
+    """Return the first position of each bin and of the bin after it, for positions from 1 to `last`."""
     return list(pairwise([1, *_powers(FIRST_BIN, last), last + 1]))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.io.untrusted import parse_json
-from emo.data_prep.selection.contamination import row_digest, row_text
+from emo.data_prep.selection.similarity.contamination import row_digest, row_text
 from emo.data_prep.sources.files import read_text
 
 from ..results import store

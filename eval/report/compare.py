@@ -133,7 +133,7 @@ def _count_pairs(a: Model, b: Model, task: str) -> np.ndarray:
 def _difference_of_measures(a: Model, b: Model, task: str) -> tuple[stats.Estimate, bool]:
     """Return b minus a, and whether a positive difference is better for b.
 
-    The difference of perplexities is that of their logarithms, in nats per word, byte or row.
+    Perplexities are compared by the difference of their logarithms, in nats per word, byte or row.
     """
     about = a.measured[task]["measure"]
     estimates = []

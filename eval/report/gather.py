@@ -19,7 +19,7 @@ from emo.common.provenance import code_version, library_versions
 from emo.common.report.figure import choose_series
 from emo.common.report.numbers import Effect, join_words
 from emo.data_prep.config import VALIDATION
-from emo.data_prep.selection.contamination import SHARED
+from emo.data_prep.selection.similarity.contamination import SHARED
 from emo.pipeline.control.run_dir import CONFIG, METRICS, read_metrics
 
 from ..judging.results import JUDGEMENTS, read_judgements
@@ -51,7 +51,7 @@ class Report:
         Args:
             outs: Results directories.
             runs: Model name -> run directory, whose training log is shown.
-            chosen: Baselines. By default models are compared with those that they were trained from, and with
+            chosen: Baselines. By default models are compared with the models that they were trained from, and with
                 MLE from the same origin.
             title: Title of the report.
             notice: A sentence at the end.

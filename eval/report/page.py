@@ -268,7 +268,7 @@ def _details(report: Report) -> Table:
 
 
 def _harness(report: Report) -> Table:
-    """Return all metrics of lm-eval's tasks, with the tests of those that are not accuracies."""
+    """Return all metrics of lm-eval's tasks, with tests of the metrics other than accuracy."""
     rows: list[list[Any]] = []
     for task, model, result in report.harness_results():
         found = report.against_first(model)

@@ -51,7 +51,7 @@ class Description(TypedDict):
 
 
 class Conditions(TypedDict):
-    """What a result depends on. Two results are comparable if all of `compared` is equal."""
+    """The inputs and settings of a result. Two results are comparable if all of `compared` is equal."""
 
     compared: dict[str, Any]
     noted: dict[str, str]

@@ -1,6 +1,6 @@
 """Bigram languages with known probabilities, and a small learner that is fitted to their counts.
 
-The learner is that of MixCE's synthetic experiment (embedding, one hidden layer, softmax). A leading
+The learner is the model of MixCE's synthetic experiment (embedding, one hidden layer, softmax). A leading
 dimension S holds independent runs. Each step uses all counts of a sample, so that the gradient is exact.
 """
 

@@ -101,7 +101,7 @@ class Study(Section):
 
     @property
     def judged_by_nll(self) -> set[str]:
-        """Return the contestants of questions `by_nll`, and those that their gaps refer to."""
+        """Return the contestants of questions `by_nll`, and the contestants that their gaps refer to."""
         asked = [question for question in self.questions.values() if question.by_nll]
         labels = {label for question in asked for label in (question.better, *question.than)}
         return labels | {self.against(label) for label in labels}

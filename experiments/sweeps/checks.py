@@ -16,7 +16,7 @@ from emo.data_prep.sources.inputs import open_inputs
 from emo.eval.results import store
 from emo.pipeline.batches.config import solve_batch
 from emo.pipeline.config import RunConfig
-from emo.pipeline.model.objective_config import COSTS
+from emo.pipeline.model.objective.config import COSTS
 
 from .design import Experiment, RunSpec, fill_variables, split_command, validation_metrics
 from .sweep import Sweep
@@ -28,7 +28,7 @@ def check_runs(sweep: Sweep, local: bool) -> None:
     local: whether the runs start on this machine, so that all files must exist that `before` does not make.
     """
     from emo.pipeline.engine.ds_config import deepspeed_config
-    from emo.pipeline.model.objectives import training_objective
+    from emo.pipeline.model.objective.build import training_objective
 
     experiment = sweep.experiment
     checked = set()  # digests of the settings that were checked for an earlier run

@@ -26,7 +26,7 @@ from emo.common.provenance import shipped
 from emo.data_prep.config import DataConfig, settings
 from emo.eval.results import store
 from emo.pipeline.config import RunConfig, flatten
-from emo.pipeline.model.objective_config import TeacherConfig
+from emo.pipeline.model.objective.config import TeacherConfig
 
 from .code import code_digest, find_plugin_sources
 

@@ -11,7 +11,7 @@ from emo.common.config.recipe import FREE, Section, mark
 from emo.common.errors import UserError
 from emo.common.text import counted
 
-from ..model.objective_config import Weight, ends, label_of
+from ..model.objective.config import Weight, ends, label_of
 
 
 class MixtureConfig(Section):

@@ -3,7 +3,7 @@
 In a share of the steps (GKD, arXiv 2306.13649), every document of the batch is cut where its supervised part
 begins, or in the middle if it is supervised from the start. The model that trains continues it by sampling.
 The loss is the divergence from the teacher over the continuation. Other parts of a sum, whose target is the
-next token of the data, are off in these steps. A row keeps its documents, except those that no longer fit.
+next token of the data, are off in these steps. A row drops documents that no longer fit.
 
 With demonstrations (SDFT, arXiv 2601.19897) the teacher first reads the prompt and the answer in the data,
 and then the prompt and the continuation.
@@ -37,7 +37,7 @@ from ..engine.engine import Engine
 from ..loss import plan_tokens
 from ..loss.models.head import BOUNDS, DEMONSTRATION, DOMAIN, LONGEST, TEACHER_POSITIONS, MicroBatch, segments
 from ..model.export import unwrap
-from ..model.objectives import as_schedule, judged_objective
+from ..model.objective.build import as_schedule, judged_objective
 from .loader import StepBatch, Writing
 
 log = logging.getLogger(__name__)

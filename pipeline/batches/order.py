@@ -34,7 +34,7 @@ import numpy as np
 from emo.common.errors import UserError, nearest
 
 from ..loss.schedule import Ramp
-from ..model.objectives import as_schedule
+from ..model.objective.build import as_schedule
 from .config import MixtureConfig
 
 STAIRS = 1024  # largest number in a ramp

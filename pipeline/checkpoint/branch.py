@@ -23,7 +23,7 @@ from .copies import RunCopy
 from .identity import Identity, check_unchanged
 from .saver import Saved, fetch, remove
 
-# Keys in which a branch may differ from its trunk, besides those that are always free.
+# Keys in which a branch may differ from its trunk, besides the keys that are always free.
 BRANCH_KEYS = {f"train.{key}" for key in ScheduleConfig.model_fields if key != "learning_rate"}
 BRANCH_KEYS |= {"train.max_steps", "train.num_train_epochs"}
 

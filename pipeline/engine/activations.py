@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from emo.common.errors import UserError
 
-from .devices import on_gpu
+from .device.devices import on_gpu
 
 TILED = "model.tiled_mlp"
 

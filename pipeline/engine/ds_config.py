@@ -30,7 +30,7 @@ from emo.common.provenance import REPOSITORY, shipped
 
 from ..batches.config import Batch
 from ..config import RunConfig, TrainConfig
-from .devices import find_c_compiler, local_ranks, on_gpu
+from .device.devices import find_c_compiler, local_ranks, on_gpu
 from .freezing import embedding_ids
 
 log = logging.getLogger(__name__)
@@ -360,8 +360,8 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
 class Grouping(NamedTuple):
     """Parts of a model that the optimizer treats differently."""
 
-    head_lr_ratio: float = 1.0  # learning rate of the output head over that of other weights
-    # Learning rate of the adapters' B and of all vectors over that of A, as PEFT's create_loraplus_optimizer
+    head_lr_ratio: float = 1.0  # learning rate of the output head relative to other weights
+    # Learning rate of the adapters' B and of all vectors relative to A, as PEFT's create_loraplus_optimizer
     # groups them. Adapters of embeddings keep the learning rate.
     loraplus_lr_ratio: float = 1.0
     embeddings_apart: bool = False  # because only embeddings and head train in the first steps

@@ -39,7 +39,7 @@ from .ds_config import (
     zero_stage,
 )
 from .freezing import Freezing
-from .pace import OwnTime
+from .device.pace import OwnTime
 from .sequence import cut_bounds
 from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector

@@ -15,7 +15,7 @@ from emo.common.errors import FailureError, UserError
 
 from ..control.stop import CHOSEN_PORT
 from ..control.world import LONG_TIMEOUT, World
-from .devices import bind_to_near_cores, check_gpus, on_gpu, threads_per_rank
+from .device.devices import bind_to_near_cores, check_gpus, on_gpu, threads_per_rank
 
 
 def start_world(timeout_minutes: float = LONG_TIMEOUT) -> World:

@@ -697,7 +697,7 @@ def process_chunk(
         tokens, update = solver(terms, group.statistics(), part.stored, V, in_full)
         if gradient:
             group.write(update)
-        parts.append(tokens[:5])  # without those that are None
+        parts.append(tokens[:5])  # without parts that are None
     return Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

@@ -199,7 +199,7 @@ def focal(m: Tensor, p: Tensor, *, gamma: float = 2.0) -> Coefficients:
 def power(m: Tensor, *, alpha: float = 0.5) -> Coefficients:
     """Power family (arXiv 2510.00526): L = (1 - p_y^alpha) / alpha; A = p_y^alpha.
 
-    alpha = 1 has the gradient of `dft`, alpha -> 0 that of `mle`.
+    alpha = 1 has the gradient of `dft`, alpha -> 0 the gradient of `mle`.
     """
     _require("above 0", alpha=alpha)
     return Coefficients(-torch.expm1(-alpha * m) / alpha, A=torch.exp(-alpha * m))

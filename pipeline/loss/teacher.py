@@ -88,7 +88,7 @@ class TopK(NamedTuple):
     """A stored teacher's side of a batch."""
 
     ids: Tensor  # [..., k] int64: its most likely tokens
-    log_p: Tensor  # [..., k + 1]: their log-probabilities, and that of all other tokens together
+    log_p: Tensor  # [..., k + 1]: their log-probabilities, and one of all other tokens together
 
     def find_shape_problem(self, labels: int, vocab_size: int) -> str | None:
         """Return why it does not fit this number of labels, or None."""

@@ -36,7 +36,7 @@ from ..config import RunConfig
 from ..control.run_dir import INITIAL
 from ..control.world import NETWORK, broken_device, gather_objects, lost_a_peer
 from ..engine.activations import offload_checkpoints, tile_mlps
-from ..engine.devices import family_supports, usable_attention
+from ..engine.device.devices import family_supports, usable_attention
 from ..engine.engine import Engine
 from ..loss import fuse_model, probe_model
 from ..loss.models.head import packing_problem, uses_segments
@@ -44,7 +44,7 @@ from .adapters import add_lora, load_adapter
 from .config import ModelConfig, RopeConfig
 from .kernels import use_liger
 from .nf4 import full_values, nf4_options, prepare_nf4
-from .objectives import Losses
+from .objective.build import Losses
 from .rope import check_rope, extend_rope
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def _describe_load_error(path: str, error: Exception, key: str) -> str:
 
 
 def load_base(config: RunConfig, attn: str) -> PreTrainedModel:
-    """Load the weights that training starts from, in 4 bits if the recipe says so."""
+    """Load the weights that training starts from, in 4 bits if the recipe sets it."""
     linear_dtype = config.model.linear_dtype
     options: Any = {"linear_dtype": linear_dtype, "rope": config.model.rope}
     model = load_pretrained(*config.initial_weights(), config.model.dtype, attn, **options)

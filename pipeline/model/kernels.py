@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from emo.common.errors import UserError, one_line
 
-from ..engine.devices import on_gpu
+from ..engine.device.devices import on_gpu
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 The settings are put into the model's configuration, from which Transformers computes the frequencies. The
 types are linear (arXiv 2306.15595), dynamic (theta scaled by the longest position of a batch), yarn (arXiv
-2309.00071) and llama3 (that of Llama 3.1).
+2309.00071) and llama3 (the scaling of Llama 3.1).
 """
 
 from __future__ import annotations

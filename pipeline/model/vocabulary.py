@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 
 class Extended(NamedTuple):
-    """What an extension changed."""
+    """The changes of an extension."""
 
     pieces: int
     before: Measured

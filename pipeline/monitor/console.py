@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains, and where all other output goes.
+"""The display of a run while it trains, and the destination of all other output.
 
 On a terminal the progress is redrawn in place. Elsewhere it is a plain line every few seconds, or with --json
 every record as an object. --quiet leaves warnings, errors and how the run ended.

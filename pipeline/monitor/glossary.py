@@ -97,7 +97,7 @@ VALIDATION = {key: TRAINING[key] for key in ("time", "epoch", "step", "tokens")}
     ),
     "validation_change_high": Key(TOKEN, "Upper limit of its 95 % interval.", AFTER),
 }
-# What the console shows, and the key with the same value.
+# Values on the console, and the key with the same value.
 CONSOLE = {
     "loss": "`loss` since the last record. `not finite` is NaN or infinity.",
     "tokens/s": "`tokens_per_s` over the last 20 steps.",

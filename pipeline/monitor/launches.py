@@ -21,7 +21,7 @@ from ..config import RunConfig
 from ..control.heartbeat import find_late_rank, read_ranks
 from ..control.run_dir import EXPORT, LAUNCHES, read_records
 from ..control.stop import RESUME
-from ..engine.devices import device_name, on_gpu
+from ..engine.device.devices import device_name, on_gpu
 from ..engine.ds_config import zero_stage
 from ..planning.checks import TrainingRun
 from ..planning.plan import StepPrediction, collect_warnings, domain_rows

@@ -21,8 +21,8 @@ from emo.data_prep.config import VALIDATION, split_of
 from ..batches.loader import StepBatch
 from ..config import RunConfig, flatten
 from ..control.run_dir import METRICS, drop_records
-from ..engine.devices import on_gpu
-from ..engine.hardware import GIB
+from ..engine.device.devices import on_gpu
+from ..engine.device.hardware import GIB
 from ..engine.totals import StepTotals
 from ..loss.fused import summarize_weights
 from .component import Component, RunState
@@ -189,7 +189,7 @@ class Metrics(Component):
         `domains` has the tokens of each domain so far, and its loss and NLL over the window. `mfu` is the
         share of the peak that the model needs, without what activation checkpointing computes again.
         `memory_gib` is the largest memory that rank 0's GPU held. `rank_seconds_...` are the seconds per step
-        in which a rank does not wait for others (engine/pace.py).
+        in which a rank does not wait for others (engine/device/pace.py).
         """
         record: dict[str, object] = {"step": state.step, "tokens": state.tokens, "lr": state.lr}
         record |= self._window.record(self._facts.domains)

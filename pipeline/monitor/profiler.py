@@ -12,7 +12,7 @@ import torch
 
 from ..batches.loader import StepBatch
 from ..control.run_dir import PROFILE
-from ..engine.devices import on_gpu
+from ..engine.device.devices import on_gpu
 from ..engine.totals import StepTotals
 from .component import Component, RunState
 from .config import ProfileConfig

@@ -8,7 +8,7 @@ from emo.common.io.files import replace_nonfinite
 
 from ..batches.loader import StepBatch
 from ..control.lock import RunLock
-from ..engine.pace import device_facts
+from ..engine.device.pace import device_facts
 from ..engine.totals import StepTotals
 from .component import Component, RunState
 

@@ -33,7 +33,7 @@ from ..checkpoint import identity
 from ..checkpoint.identity import Identity
 from ..config import RunConfig, TrainConfig
 from ..engine.activations import tile_mlps
-from ..engine.devices import check_gpus, usable_attention
+from ..engine.device.devices import check_gpus, usable_attention
 from ..engine.ds_config import EIGHT_BIT, DsConfig, check_deepspeed_host, deepspeed_config, parameter_groups
 from ..engine.schedule import check_branch_steps
 from ..engine.sequence import check_sequence_parallel
@@ -43,11 +43,11 @@ from ..model import kernels
 from ..model.adapters import add_lora, check_adapter
 from ..model.build import check_context, check_fits, model_config
 from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
-from ..model.objective_config import COSTS
-from ..model.objectives import objective_parts, training_objective
+from ..model.objective.config import COSTS
+from ..model.objective.build import objective_parts, training_objective
 from ..model.readers import check_exported_tokenizer
 from ..model.rope import check_rope
-from ..model.teacher import check_teacher
+from ..model.objective.teacher import check_teacher
 from ..monitor.config import LOGGER_PACKAGES
 
 log = logging.getLogger(__name__)

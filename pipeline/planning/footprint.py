@@ -26,7 +26,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..engine.hardware import GB, NODE, TERA, Accelerator
+from ..engine.device.hardware import GB, NODE, TERA, Accelerator
 from ..loss.fused import CHUNK_MB
 
 TIME_ERROR = 0.15  # largest error over published runs that no constant was fitted to

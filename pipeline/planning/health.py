@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..control.world import World, gather_objects
-from ..engine.hardware import TERA, accelerator
+from ..engine.device.hardware import TERA, accelerator
 from .footprint import BUS_EFFICIENCY, MEMORY_EFFICIENCY
 
 MIB = 2**20

@@ -35,16 +35,16 @@ from emo.data_prep.shards.scores import top_dtype
 from ..batches.config import Batch, solve_batch
 from ..batches.order import REPEATED, MixedOrder, Portion
 from ..config import RunConfig, load_config
-from ..engine.devices import on_gpu
+from ..engine.device.devices import on_gpu
 from ..engine.ds_config import EIGHT_BIT, DsConfig, deepspeed_config, zero_stage
-from ..engine.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
+from ..engine.device.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
 from ..engine.schedule import draw_schedule
 from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
 from ..model.nf4 import linear_weights
-from ..model.objective_config import BASE, ends
-from ..model.teacher import KEY, teacher_config
+from ..model.objective.config import BASE, ends
+from ..model.objective.teacher import KEY, teacher_config
 from . import footprint
 from .checks import PlannedRun, TrainingRun, check_plan
 from .footprint import MOMENTS_8BIT, Memory, Setup, Sizes, Time
@@ -190,7 +190,7 @@ def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
 
 
 class StepPrediction(NamedTuple):
-    """What the footprint predicts of a step."""
+    """Predictions of the footprint for a step."""
 
     seconds: float
     mfu: float
@@ -623,7 +623,7 @@ def choices(
     Args:
         config: The recipe.
         sizes: The model.
-        objective: What the recipe minimises.
+        objective: The objective of the recipe.
         cluster: The GPUs.
         attended: Mean tokens that a token attends to; None if one document fills each row.
     """

@@ -33,9 +33,9 @@ from emo.common.provenance import library_versions
 from ..config import RunConfig
 from ..control.stop import node_name
 from ..control.world import World, end_world, gather_objects
-from ..engine.devices import find_c_compiler, local_ranks, threads_per_rank
-from ..engine.hardware import GIB
-from ..engine.pace import gpu_faults
+from ..engine.device.devices import find_c_compiler, local_ranks, threads_per_rank
+from ..engine.device.hardware import GIB
+from ..engine.device.pace import gpu_faults
 from ..engine.start import start_world
 from . import health
 from .checks import TrainingRun, check_run

@@ -25,7 +25,7 @@ from emo.data_prep.shards import scores
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 
 from ..config import RunConfig
-from ..engine.devices import check_gpus, on_gpu, usable_attention
+from ..engine.device.devices import check_gpus, on_gpu, usable_attention
 from ..loss import Teacher, fuse_model, get_objective, probe_model
 from ..loss.fused import token_nll
 from ..model.build import check_fits, load_pretrained, model_config

@@ -155,7 +155,7 @@ def _bare(config: RunConfig, world: World, clock: Clock) -> None:
     from emo.pipeline.checkpoint import identity
     from emo.pipeline.engine import engine
     from emo.pipeline.model import build as model
-    from emo.pipeline.model.objectives import load_losses, training_objective
+    from emo.pipeline.model.objective.build import load_losses, training_objective
 
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)

@@ -24,7 +24,7 @@ from emo.pipeline.cli import leave
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.control.stop import SignalWatch
 from emo.pipeline.control.world import end_world
-from emo.pipeline.engine import hardware
+from emo.pipeline.engine.device import hardware
 from emo.pipeline.engine.engine import Engine
 from emo.pipeline.engine.start import start_world
 from emo.pipeline.loss import FusedHead

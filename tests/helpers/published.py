@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from emo.pipeline.engine.hardware import ACCELERATORS, Accelerator
+from emo.pipeline.engine.device.hardware import ACCELERATORS, Accelerator
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import Setup, Sizes
 

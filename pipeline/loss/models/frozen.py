@@ -89,7 +89,7 @@ class SelfTeacher(BaseTeacher):
 
 
 class AdapterTeacher(BaseTeacher):
-    """The model with other adapters than those that train."""
+    """The model with other adapters than the trained ones."""
 
     def __init__(self, adapted: Any, adapter: str, temperature: float = 1.0) -> None:
         """Take PEFT's wrapper of a fused model, and the name of the other adapters."""

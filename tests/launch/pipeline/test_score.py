@@ -19,7 +19,7 @@ from emo.data_prep.shards.scores import Scores
 from emo.pipeline.cli import main
 from emo.pipeline.config import load_config
 from emo.pipeline.control.run_dir import read_metrics
-from emo.pipeline.model.objectives import training_objective
+from emo.pipeline.model.objective.build import training_objective
 from emo.pipeline.planning.checks import check_run
 from tests.helpers.families import tiny_llama
 from tests.helpers.launching import run_alone, tiny_recipe

@@ -17,7 +17,7 @@ from emo.common.errors import ExitCode, UserError
 from emo.pipeline.cli import main
 from emo.pipeline.config import load_config
 from emo.pipeline.control.run_dir import EXPORT, read_metrics
-from emo.pipeline.engine import hardware
+from emo.pipeline.engine.device import hardware
 from emo.pipeline.loss.models.hf import fuse_causal_lm
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check_run

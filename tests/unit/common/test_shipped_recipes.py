@@ -12,7 +12,7 @@ from emo.data_prep.config import load_data_config
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.sources.inputs import open_inputs
 from emo.pipeline.config import load_config
-from emo.pipeline.engine.hardware import parse_cluster
+from emo.pipeline.engine.device.hardware import parse_cluster
 from emo.pipeline.planning.plan import print_plan
 from tests.conftest import REPO
 

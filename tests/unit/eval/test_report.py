@@ -11,7 +11,7 @@ import pytest
 
 from emo.common.report.document import HEADLINE
 from emo.common.report.numbers import p_value
-from emo.data_prep.selection.contamination import SHARED, row_digest
+from emo.data_prep.selection.similarity.contamination import SHARED, row_digest
 from emo.eval.report.compare import compare_models, find_regression, gate
 from emo.eval.report.gather import Report
 from emo.eval.report.page import document

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from emo.common.errors import UserError
-from emo.data_prep.selection.contamination import row_digest
+from emo.data_prep.selection.similarity.contamination import row_digest
 from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
 from emo.eval.icl.settings import RETRIEVERS

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from emo.common.errors import UserError
-from emo.pipeline.engine.devices import usable_attention
+from emo.pipeline.engine.device.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens, probe_model
 from emo.pipeline.loss.models.head import (
     BOUNDS,

@@ -25,7 +25,7 @@ from emo.common.errors import UserError
 from emo.pipeline.batches.config import Batch, solve_batch
 from emo.pipeline.batches.loader import rank_rows
 from emo.pipeline.config import TrainConfig, dump_config, load_config
-from emo.pipeline.engine import devices
+from emo.pipeline.engine.device import devices
 from emo.pipeline.engine import ds_config as ds_file
 from emo.pipeline.engine.ds_config import (
     REPORTS,
@@ -37,7 +37,7 @@ from emo.pipeline.engine.ds_config import (
 )
 from emo.pipeline.engine.schedule import lr_at
 from emo.pipeline.loss import get_objective
-from emo.pipeline.model.objective_config import ObjectiveConfig
+from emo.pipeline.model.objective.config import ObjectiveConfig
 from emo.pipeline.planning.plan import setup_of
 from tests.conftest import REPO
 from tests.helpers.families import family

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer with the fused loss beside a naive computation; examples and the README's snippet.
 
-`make doors-test` runs these with the oldest TRL that pyproject.toml allows, too.
+`make trl-test` runs these with the oldest TRL that pyproject.toml allows, too.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from emo.launch import rank
 from emo.pipeline.control import world
 from emo.pipeline.control.stop import HARDWARE, TRAINING, SignalWatch, node_name
 from emo.pipeline.control.world import World, broken_device, explain, lost_a_peer
-from emo.pipeline.engine import devices
-from emo.pipeline.engine.devices import BINDING, GpuFacts, find_gpu_error
+from emo.pipeline.engine.device import devices
+from emo.pipeline.engine.device.devices import BINDING, GpuFacts, find_gpu_error
 from emo.pipeline.planning import preflight
 
 OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver"

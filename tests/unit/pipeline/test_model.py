@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import RunConfig
-from emo.pipeline.engine.devices import usable_attention
+from emo.pipeline.engine.device.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
 from emo.pipeline.loss.cost_files import load_cost
 from emo.pipeline.model import export
@@ -36,7 +36,7 @@ from emo.pipeline.model.build import (
 )
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.export import exported_tensors, write_shards
-from emo.pipeline.model.objectives import Losses, measuring, warn_of_twins
+from emo.pipeline.model.objective.build import Losses, measuring, warn_of_twins
 from emo.pipeline.model.readers import saved_names
 from emo.pipeline.planning.checks import rehearse_export
 from tests.helpers.corpus import random_dataset
@@ -100,8 +100,8 @@ def test_equal_embeddings_of_tokens_in_the_data_are_warned_of(
 
 def test_a_gpu_gets_the_first_attention_that_host_and_family_support(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is torch's kernel, flash-attn, SDPA. Float32 never gets an attention for half precision."""
-    monkeypatch.setattr("emo.pipeline.engine.devices.on_gpu", lambda: True)
-    monkeypatch.setattr("emo.pipeline.engine.devices.kernel_is_new_enough", lambda: True)
+    monkeypatch.setattr("emo.pipeline.engine.device.devices.on_gpu", lambda: True)
+    monkeypatch.setattr("emo.pipeline.engine.device.devices.kernel_is_new_enough", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)

@@ -19,11 +19,11 @@ from emo.pipeline.batches.on_policy import (
     repack_rows,
     sample_tokens,
 )
-from emo.pipeline.engine.hardware import ACCELERATORS
+from emo.pipeline.engine.device.hardware import ACCELERATORS
 from emo.pipeline.loss import fuse_model, get_objective, plan_tokens
 from emo.pipeline.loss.models.frozen import SelfTeacher
 from emo.pipeline.loss.models.head import BOUNDS, DEMONSTRATION, TEACHER_POSITIONS, segments
-from emo.pipeline.model.objective_config import ObjectiveConfig
+from emo.pipeline.model.objective.config import ObjectiveConfig
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import Setup
 from tests.helpers.families import family

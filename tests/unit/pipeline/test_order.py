@@ -31,7 +31,7 @@ from emo.pipeline.config import TrainConfig
 from emo.pipeline.control.run_dir import DATA_HASHES
 from emo.pipeline.control.world import World
 from emo.pipeline.loss import LIVE, fuse_model, get_objective
-from emo.pipeline.model.objective_config import RampConfig
+from emo.pipeline.model.objective.config import RampConfig
 from tests.helpers.corpus import alpaca_rows, prepared, texts, write_jsonl
 from tests.helpers.families import tiny_llama
 from tests.helpers.loss_reference import relative_error

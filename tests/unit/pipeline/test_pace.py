@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from emo.pipeline.engine import pace
-from emo.pipeline.engine.pace import OwnTime
+from emo.pipeline.engine.device import pace
+from emo.pipeline.engine.device.pace import OwnTime
 from emo.pipeline.monitor.stragglers import Stragglers
 
 HOSTS = ["a", "a", "b", "b"]

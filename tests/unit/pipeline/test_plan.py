@@ -23,7 +23,7 @@ from emo.data_prep.config import load_data_config
 from emo.pipeline.batches.order import MixedOrder
 from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.engine.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
+from emo.pipeline.engine.device.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
 from emo.pipeline.model.adapters import add_lora
 from emo.pipeline.model.build import load_pretrained
 from emo.pipeline.model.config import LoraConfig, ModelConfig

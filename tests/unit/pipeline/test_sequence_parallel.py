@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 from emo.pipeline.batches.config import solve_batch
 from emo.pipeline.batches.loader import make_micro_batch
 from emo.pipeline.config import load_config
-from emo.pipeline.engine.devices import usable_attention
-from emo.pipeline.engine.hardware import ACCELERATORS
+from emo.pipeline.engine.device.devices import usable_attention
+from emo.pipeline.engine.device.hardware import ACCELERATORS
 from emo.pipeline.engine.sequence import check_sequence_parallel, cut_bounds
 from emo.pipeline.loss.models.head import BOUNDS, sum_by_document
 from emo.pipeline.loss.models.varlen import VARLEN

@@ -13,8 +13,8 @@ from emo.pipeline.checkpoint.config import SavingConfig
 from emo.pipeline.checkpoint.saver import prune
 from emo.pipeline.control.run_dir import SELECTION, append_scores, checkpoint_digest, checkpoints, step_of
 from emo.pipeline.control.world import World
-from emo.pipeline.validation import task_scores
-from emo.pipeline.validation.selection import Selection
+from emo.pipeline.monitor.validation import task_scores
+from emo.pipeline.monitor.validation.selection import Selection
 
 ALONE = World(0, 1, torch.device("cpu"))
 TRAIN = SavingConfig.model_validate(

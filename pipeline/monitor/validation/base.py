@@ -24,12 +24,12 @@ from emo.common.io.files import write_atomically
 from emo.common.io.untrusted import numpy_value_errors
 from emo.data_prep.shards.scores import top_dtype
 
-from ..batches.loader import Batches, rank_rows
-from ..config import RunConfig
-from ..control.run_dir import VALIDATION
-from ..control.world import World, gather_objects, raise_on_all_ranks, run_on_main
-from ..engine.engine import Engine
-from ..loss.models.head import BASE_IDS, BASE_LOG_P, FROM_BASE, MicroBatch
+from ...batches.loader import Batches, rank_rows
+from ...config import RunConfig
+from ...control.run_dir import VALIDATION
+from ...control.world import World, gather_objects, raise_on_all_ranks, run_on_main
+from ...engine.engine import Engine
+from ...loss.models.head import BASE_IDS, BASE_LOG_P, FROM_BASE, MicroBatch
 from .evaluation import Base
 
 log = logging.getLogger(__name__)

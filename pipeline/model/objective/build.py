@@ -17,11 +17,11 @@ from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.shards.format import TokenDataset
 
-from ..config import RunConfig
-from ..loss import CostEmbedding, LiveCost, Objective, get_objective, load_cost, number_cost, weighted_sum
-from ..loss.cost import NumberCost, find_twins
-from ..loss.schedule import Ramp, Spaced, Weight
-from .objective_config import ObjectiveConfig, PartConfig, RampConfig, TeacherConfig
+from ...config import RunConfig
+from ...loss import CostEmbedding, LiveCost, Objective, get_objective, load_cost, number_cost, weighted_sum
+from ...loss.cost import NumberCost, find_twins
+from ...loss.schedule import Ramp, Spaced, Weight
+from .config import ObjectiveConfig, PartConfig, RampConfig, TeacherConfig
 
 log = logging.getLogger(__name__)
 

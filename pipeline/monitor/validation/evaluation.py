@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..batches.loader import Batches, rank_rows
-from ..control.world import gather_objects
-from ..engine.engine import Engine
-from ..engine.totals import StepTotals
-from ..loss.models.head import MicroBatch
-from ..model.objectives import Losses, measuring
-from ..monitor.documents import Documents, group_by_document
+from ...batches.loader import Batches, rank_rows
+from ...control.world import gather_objects
+from ...engine.engine import Engine
+from ...engine.totals import StepTotals
+from ...loss.models.head import MicroBatch
+from ...model.objective.build import Losses, measuring
+from ..documents import Documents, group_by_document
 
 Base = Callable[[np.ndarray], MicroBatch]  # returns a model's inputs for its KL from the base, by rows
 

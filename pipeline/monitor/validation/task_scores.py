@@ -1,6 +1,6 @@
 """Scores of a run's checkpoints on tasks, which `emo watch` appends to task_scores.jsonl.
 
-At each save point rank 0 reads the scores that have arrived, and appends those that it takes to
+At each save point rank 0 reads the scores that have arrived, and appends the accepted ones to
 selection.jsonl. A run that resumes from an earlier checkpoint finds that record and takes the same scores at
 the same save points.
 """
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from emo.common.errors import FailureError, one_line
 from emo.common.io.untrusted import number
 
-from ..checkpoint.config import TASK
-from ..control.run_dir import (
+from ...checkpoint.config import TASK
+from ...control.run_dir import (
     SELECTION,
     TASK_SCORES,
     Best,
@@ -26,7 +26,7 @@ from ..control.run_dir import (
     read_records,
     step_of,
 )
-from ..control.world import World, gather_objects, raise_on_all_ranks
+from ...control.world import World, gather_objects, raise_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class TaskScores:
     def choose_waiting(self, keep_last: int, keep_every: int) -> list[int]:
         """Return the checkpoints that must survive the next save because they wait for a score.
 
-        These are the newest `keep_last` of those that would be deleted. Warns once if there are more.
+        These are the newest `keep_last` of the checkpoints that would be deleted. Warns once if there are more.
         """
         newest = [step_of(path) for path in checkpoints(self._run_dir)][1 - keep_last :]
         kept = newest if keep_last > 1 else []

@@ -16,12 +16,12 @@ from emo.data_prep.config import TRAIN
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.shards.format import read_manifest
 
-from ..config import RunConfig
-from ..control.run_dir import SAMPLES, drop_records
-from ..engine.engine import Engine
-from ..model.export import unwrap
-from ..monitor.component import Component, RunState
-from ..monitor.launches import Launch
+from ...config import RunConfig
+from ...control.run_dir import SAMPLES, drop_records
+from ...engine.engine import Engine
+from ...model.export import unwrap
+from ..component import Component, RunState
+from ..launches import Launch
 
 
 class Samples(Component):

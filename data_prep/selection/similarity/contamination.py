@@ -20,7 +20,7 @@ import numpy as np
 from emo.common.errors import UserError
 from emo.common.io.files import write_atomically
 
-from ..sources.files import read_text
+from ...sources.files import read_text
 from .grams import WORD, folded, split
 
 MIN_WORDS = 4  # shorter rows are not compared

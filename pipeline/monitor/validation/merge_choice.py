@@ -17,12 +17,12 @@ from emo.common.errors import UserError
 from emo.common.io.weights import load_causal_lm, load_model_config
 from emo.data_prep.shards.format import TokenDataset
 
-from ..engine.devices import on_gpu
-from ..loss.models.head import WEIGHTS
-from ..model.build import check_fits
-from ..model.config import ModelConfig
-from ..model.merging import Merge, merge_models
-from ..monitor.documents import Change, Documents, compute_change, group_by_document
+from ...engine.device.devices import on_gpu
+from ...loss.models.head import WEIGHTS
+from ...model.build import check_fits
+from ...model.config import ModelConfig
+from ...model.merging import Merge, merge_models
+from ..documents import Change, Documents, compute_change, group_by_document
 
 COEFFICIENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ROWS = 512  # of the set, as in validation

@@ -14,10 +14,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from emo.common.errors import FailureError, UserError, one_line
 
-from ..control.stop import HARDWARE, node_name
-from ..loss.models.head import VARLEN, uses_segments
-from ..loss.models.varlen import LARGEST_HEAD, kernel_is_new_enough
-from ..model.config import ModelConfig
+from ...control.stop import HARDWARE, node_name
+from ...loss.models.head import VARLEN, uses_segments
+from ...loss.models.varlen import LARGEST_HEAD, kernel_is_new_enough
+from ...model.config import ModelConfig
 
 log = logging.getLogger(__name__)
 

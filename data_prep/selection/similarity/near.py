@@ -15,10 +15,10 @@ from functools import cache
 import numpy as np
 import pyarrow as pa
 
-from ..encoding.templates import Chat, Conversation
-from ..sources.rows import plain_text
-from ..sources.spec import Row
-from .arrow import bytes_of, lists_of
+from ...encoding.templates import Chat, Conversation
+from ...sources.rows import plain_text
+from ...sources.spec import Row
+from ..arrow import bytes_of, lists_of
 from .grams import WORD, mixed, split
 
 PERMUTATIONS = 128

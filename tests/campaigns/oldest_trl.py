@@ -1,6 +1,6 @@
 """The loss inside the oldest release of TRL that pyproject.toml allows; the suite has the newest.
 
-    python -m tests.campaigns.doors [VERSION ...]
+    python -m tests.campaigns.oldest_trl [VERSION ...]
 
 Each release is downloaded into a directory of its own, which stands before the environment's packages, so
 that all else stays as locked. Exits with pytest's code.

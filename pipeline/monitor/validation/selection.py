@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.config import TASK, SavingConfig
-from ..control.run_dir import Best
-from ..control.world import World
-from ..engine.totals import StepTotals
-from ..monitor.component import Component
-from ..monitor.metrics import means_per_token
+from ...checkpoint.config import TASK, SavingConfig
+from ...control.run_dir import Best
+from ...control.world import World
+from ...engine.totals import StepTotals
+from ..component import Component
+from ..metrics import means_per_token
 from .task_scores import TaskScores
 
 log = logging.getLogger(__name__)

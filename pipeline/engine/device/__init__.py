@@ -1,0 +1,1 @@
+"""The GPUs, cores and memory that a run has, and measurements of them."""
