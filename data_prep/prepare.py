@@ -76,10 +76,10 @@ from .encoding.tokenizer import (
     tokenizer_facts,
     train_sentencepiece,
 )
-from .selection.similarity import contamination
 from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import Selection
+from .selection.similarity import contamination
 from .selection.token_limit import TokenLimit
 from .shards import costs
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree

@@ -83,12 +83,12 @@ from .monitor.launches import Launch
 from .monitor.metrics import Metrics, RunFacts
 from .monitor.profiler import Profiler
 from .monitor.upkeep import GarbageCollection, Heartbeat
-from .planning.checks import TrainingRun, check_run
-from .planning.plan import predict_step
 from .monitor.validation.base import find_bases
 from .monitor.validation.evaluation import measure_set
 from .monitor.validation.samples import Samples
 from .monitor.validation.selection import Selection
+from .planning.checks import TrainingRun, check_run
+from .planning.plan import predict_step
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from .buckets import BATCH_BYTES, Chunk, merged, read_buckets
 from .compare import contract_children, contract_parents, distinct, find_copies, find_pairs, rows_of
-from .similarity.near import PERMUTATIONS, band_shape
 from .row_units import RowUnit
+from .similarity.near import PERMUTATIONS, band_shape
 from .stages import Dropped, Stages, by_prefix
 
 

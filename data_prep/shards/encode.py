@@ -24,8 +24,8 @@ from ..encoding.templates import Chat, Conversation, render
 from ..encoding.tokenizer import TokenizerFacts
 from ..encoding.weights import AnswerWeights, weighted_answer
 from ..encoding.words import TextEncoder
-from ..selection.similarity.contamination import Finder, load
 from ..selection.plan import Plan, ShardPart
+from ..selection.similarity.contamination import Finder, load
 from ..sources.files import AGAIN
 from ..sources.reader import SourceReader
 from ..sources.rows import checksum, plain_text, take

@@ -100,7 +100,9 @@ def _cut(
     name: str, texts: list[str], where: object, limit: int | None, words: int, tokens: int | None = None
 ) -> Prefixes:
     """Return at most `limit` of the texts, evenly spaced, cut after `words` words (0: not cut)."""
-    from emo.data_prep.selection.similarity.grams import end_of_words  # loads NumPy, which --help does not need
+    from emo.data_prep.selection.similarity.grams import (
+        end_of_words,  # loads NumPy, which --help does not need
+    )
 
     texts = [text for text in texts if text]
     pairs = []

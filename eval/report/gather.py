@@ -51,7 +51,7 @@ class Report:
         Args:
             outs: Results directories.
             runs: Model name -> run directory, whose training log is shown.
-            chosen: Baselines. By default models are compared with the models that they were trained from, and with
+            chosen: Baselines. By default models are compared with their base models, and with
                 MLE from the same origin.
             title: Title of the report.
             notice: A sentence at the end.

@@ -27,6 +27,7 @@ from ..control.world import World, gather_objects
 from ..loss import TopK
 from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, WEIGHTS, MicroBatch, sum_by_document
 from .average import AVERAGED, WeightAverage, local_values
+from .device.pace import OwnTime
 from .ds_config import (
     EIGHT_BIT,
     UNIFORM,
@@ -39,7 +40,6 @@ from .ds_config import (
     zero_stage,
 )
 from .freezing import Freezing
-from .device.pace import OwnTime
 from .sequence import cut_bounds
 from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector

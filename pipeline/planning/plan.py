@@ -36,8 +36,8 @@ from ..batches.config import Batch, solve_batch
 from ..batches.order import REPEATED, MixedOrder, Portion
 from ..config import RunConfig, load_config
 from ..engine.device.devices import on_gpu
-from ..engine.ds_config import EIGHT_BIT, DsConfig, deepspeed_config, zero_stage
 from ..engine.device.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
+from ..engine.ds_config import EIGHT_BIT, DsConfig, deepspeed_config, zero_stage
 from ..engine.schedule import draw_schedule
 from ..loss.objectives import Objective
 from ..model.build import model_config

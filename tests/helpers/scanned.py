@@ -8,8 +8,8 @@ import numpy as np
 
 from emo.data_prep.config import DataConfig
 from emo.data_prep.selection.arrow import array_of
-from emo.data_prep.selection.similarity.near import band_shape, near_columns
 from emo.data_prep.selection.scan import PartNote, ScanPart, batch_of, draw_copies, read_part, write_part
+from emo.data_prep.selection.similarity.near import band_shape, near_columns
 from emo.data_prep.sources.spec import CODE
 
 

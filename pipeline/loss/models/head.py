@@ -410,7 +410,7 @@ def _with_signature(forward: type[FusedCausalLM], original: Any) -> Any:
 
 
 def _restore_forward(model: nn.Module) -> None:
-    """Remove a forward that Accelerate or TRL set on this instance, which would hide the method of the class."""
+    """Remove a forward that Accelerate or TRL set on this instance, which would hide the class's method."""
     forward = vars(model).get("forward")
     if forward is None:
         return

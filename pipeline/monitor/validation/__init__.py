@@ -1,1 +1,1 @@
-"""Measurements of a run besides its training steps: validation sets, sampled texts and the best checkpoint."""
+"""What a run measures between steps: validation sets, sampled texts and the best checkpoint."""

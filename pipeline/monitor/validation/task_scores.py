@@ -96,7 +96,7 @@ class TaskScores:
     def choose_waiting(self, keep_last: int, keep_every: int) -> list[int]:
         """Return the checkpoints that must survive the next save because they wait for a score.
 
-        These are the newest `keep_last` of the checkpoints that would be deleted. Warns once if there are more.
+        These are the newest `keep_last` of the checkpoints that would be deleted. Warns once if more wait.
         """
         newest = [step_of(path) for path in checkpoints(self._run_dir)][1 - keep_last :]
         kept = newest if keep_last > 1 else []

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from emo.common.config.recipe import parse_section
 from emo.data_prep.config import DataConfig
 from emo.data_prep.selection import buckets, row_units, scan, select
+from emo.data_prep.selection.select import Selection
 from emo.data_prep.selection.similarity import near
 from emo.data_prep.selection.similarity.contamination import SHARED, Finder, collect, row_digest
 from emo.data_prep.selection.similarity.near import band_shape, signatures
-from emo.data_prep.selection.select import Selection
 from emo.data_prep.shards.format import Manifest, open_prepared
 from emo.data_prep.shards.verify import verify
 from emo.data_prep.sources.world import TASKS, corpus, read_json_lines, task_rows

@@ -25,8 +25,8 @@ from emo.common.errors import UserError
 from emo.pipeline.batches.config import Batch, solve_batch
 from emo.pipeline.batches.loader import rank_rows
 from emo.pipeline.config import TrainConfig, dump_config, load_config
-from emo.pipeline.engine.device import devices
 from emo.pipeline.engine import ds_config as ds_file
+from emo.pipeline.engine.device import devices
 from emo.pipeline.engine.ds_config import (
     REPORTS,
     Grouping,
