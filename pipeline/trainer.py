@@ -75,7 +75,7 @@ from .model.build import build_model, check_model, packed, write_initial_weights
 from .model.export import export_model
 from .model.kernels import check_kernels
 from .model.objective.build import load_losses, measuring, warn_of_twins
-from .model.objective.teacher import add_teacher, teacher_identity
+from .model.teacher import add_teacher, teacher_identity
 from .monitor.component import Component, RunState
 from .monitor.console import Console
 from .monitor.guard import Guard

@@ -45,9 +45,9 @@ from ..model.build import check_context, check_fits, model_config
 from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
 from ..model.objective.build import objective_parts, training_objective
 from ..model.objective.config import COSTS
-from ..model.objective.teacher import check_teacher
 from ..model.readers import check_exported_tokenizer
 from ..model.rope import check_rope
+from ..model.teacher import check_teacher
 from ..monitor.config import LOGGER_PACKAGES
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from ..model.build import model_config
 from ..model.export import unwrap
 from ..model.nf4 import linear_weights
 from ..model.objective.config import BASE, ends
-from ..model.objective.teacher import KEY, teacher_config
+from ..model.teacher import KEY, teacher_config
 from . import footprint
 from .checks import PlannedRun, TrainingRun, check_plan
 from .footprint import MOMENTS_8BIT, Memory, Setup, Sizes, Time

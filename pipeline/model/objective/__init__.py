@@ -1,1 +1,1 @@
-"""The objective of a run: its recipe section, the loss built from it, and its live teacher."""
+"""The objective of a run: its recipe section and the loss built from it."""

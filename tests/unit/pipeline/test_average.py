@@ -18,7 +18,7 @@ from emo.pipeline.loss import fuse_model, get_objective
 from emo.pipeline.loss.models.frozen import FrozenCausalLM, LiveTeacher
 from emo.pipeline.model.build import add_lora
 from emo.pipeline.model.config import LoraConfig, ModelConfig
-from emo.pipeline.model.objective.teacher import add_averaged_adapters
+from emo.pipeline.model.teacher import add_averaged_adapters
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
 

@@ -17,8 +17,8 @@ from emo.data_prep.config import load_data_config
 from emo.pipeline.config import load_config
 from emo.pipeline.model.build import load_pretrained, model_config
 from emo.pipeline.model.config import ModelConfig, RopeConfig
-from emo.pipeline.model.objective.teacher import teacher_config
 from emo.pipeline.model.rope import check_rope, extend_rope, is_scaled
+from emo.pipeline.model.teacher import teacher_config
 from tests.helpers.exporting import write
 from tests.helpers.families import FAMILIES, family, tiny_llama
 from tests.helpers.refusals import refused

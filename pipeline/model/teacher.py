@@ -25,20 +25,20 @@ from emo.common.io.weights import context_length, load_model_config
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.data_prep.shards.format import Manifest
 
-from ...config import RunConfig
-from ...control.run_dir import DATA_HASHES
-from ...control.world import World, gather_objects
-from ...engine.average import AVERAGED
-from ...engine.device.devices import usable_attention
-from ...engine.ds_config import DsConfig
-from ...engine.sequence import check_heads
-from ...loss import fuse_model, get_objective, probe_model
-from ...loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
-from ...loss.models.head import packing_problem
-from ..build import load_pretrained, model_config
-from ..config import ModelConfig
-from ..export import ADAPTER
-from .config import BASE, TeacherConfig
+from ..config import RunConfig
+from ..control.run_dir import DATA_HASHES
+from ..control.world import World, gather_objects
+from ..engine.average import AVERAGED
+from ..engine.device.devices import usable_attention
+from ..engine.ds_config import DsConfig
+from ..engine.sequence import check_heads
+from ..loss import fuse_model, get_objective, probe_model
+from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
+from ..loss.models.head import packing_problem
+from .build import load_pretrained, model_config
+from .config import ModelConfig
+from .export import ADAPTER
+from .objective.config import BASE, TeacherConfig
 
 log = logging.getLogger(__name__)
 
