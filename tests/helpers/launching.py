@@ -26,7 +26,7 @@ import yaml
 
 from emo.data_prep.cli import main as prepare
 from emo.pipeline.control.run_dir import read_metrics
-from emo.pipeline.monitor import glossary
+from emo.pipeline.report import glossary
 from tests.conftest import REPO
 from tests.helpers.killing import wait_for
 

@@ -77,7 +77,7 @@ def errors_page() -> str:
 
 
 def metrics_page() -> str:
-    from emo.pipeline.monitor import glossary
+    from emo.pipeline.report import glossary
 
     def table(title: str, keys: dict[str, glossary.Key]) -> Iterator[str]:
         yield from (f"## {title}", "", "| key | unit | meaning | present |", "|---|---|---|---|")

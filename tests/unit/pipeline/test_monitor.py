@@ -20,7 +20,7 @@ from emo.pipeline.control import run_dir
 from emo.pipeline.control.run_dir import read_metrics
 from emo.pipeline.engine.totals import DomainTotals, StepTotals
 from emo.pipeline.loss.fused import histogram
-from emo.pipeline.monitor import glossary, profiler
+from emo.pipeline.monitor import profiler
 from emo.pipeline.monitor.component import RunState
 from emo.pipeline.monitor.config import ProfileConfig
 from emo.pipeline.monitor.console import Console
@@ -29,6 +29,7 @@ from emo.pipeline.monitor.guard import Guard
 from emo.pipeline.monitor.loggers import LOGGERS
 from emo.pipeline.monitor.loggers.logger import Logger
 from emo.pipeline.monitor.metrics import Metrics, RunFacts
+from emo.pipeline.report import glossary
 from tests.conftest import REPO
 from tests.helpers.launching import metric_names
 from tests.helpers.refusals import refused
