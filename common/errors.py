@@ -164,7 +164,8 @@ def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = Tru
         if isinstance(error, BrokenPipeError) and _is_unread():
             return ExitCode.UNREAD
         transient = may_pass(error) is not False
-        print(f"error: {one_line(error)}" + f"; {AGAIN}" * transient + " [system]", file=sys.stderr)
+        about = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+        print(f"error: {one_line(about)}" + f"; {AGAIN}" * transient + " [system]", file=sys.stderr)
         return ExitCode.FAILURE if transient else ExitCode.MISTAKE
     except KeyboardInterrupt:
         if alone:

@@ -115,11 +115,15 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
         begin = int(place - ends[number]) + inputs[number].size if inputs[number].cuttable else 0
         places.add((number, begin))
     pieces = []
+    read = dict.fromkeys(range(len(inputs)), 0)  # end of the sample of each input so far
     for number, begin in sorted(places) if total else ():
+        if begin < read[number]:
+            continue
         reader = inputs[number]
         found = list(islice(reader.pieces(begin), PIECES))
         # Compressed files are read ahead, so the stored bytes are divided by the lengths of the pieces.
-        stored = (reader.position() or reader.size) - begin
+        read[number] = reader.position() or reader.size
+        stored = read[number] - begin
         length = sum(piece.extent.length for piece in found)
         pieces += [(number, piece, stored * piece.extent.length / length) for piece in found]
     if not pieces:

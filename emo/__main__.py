@@ -140,9 +140,12 @@ def _help(topic: str) -> int:
     """Print the help of a command, or explain an error code."""
     from emo.common.errors import ExitCode, UserError, error_index, explain_code, similar
 
+    text = explain_code(topic)
     if topic in COMMANDS or topic.startswith("-"):
+        if text:  # some error codes are also names of commands
+            print(f"Error code {topic}:\n{text}\n\nCommand {topic}:", flush=True)
         return main([topic, "--help"])
-    if text := explain_code(topic):
+    if text:
         print(text)
         return ExitCode.DONE
     match = similar(topic, [*COMMANDS, *error_index()])

@@ -204,8 +204,8 @@ def _check_drop(args: argparse.Namespace) -> None:
         )
 
 
-def _tasks(args: argparse.Namespace) -> Sequence[Task | ForeignTask]:
-    tasks = select_all(args.tasks, args.prompts)
+def _tasks(args: argparse.Namespace, names: str | None = None) -> Sequence[Task | ForeignTask]:
+    tasks = select_all(args.tasks if names is None else names, args.prompts)
     own = [task.name for task in tasks if isinstance(task, Task)]
     if own and args.data is None:
         raise UserError(f"--data is required for {', '.join(own)}", code="option-needs")
@@ -231,46 +231,93 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _run(args: argparse.Namespace) -> int:
     check_schedulers(args)
-    tasks = _tasks(args)
     settings = _settings(args)
-    is_part = args.shard is not None and not args.finish
-    if args.fail_on_regression and (is_part or args.on == KUBERNETES):
+    if args.fail_on_regression and (_is_part(args) or args.on == KUBERNETES):
         problem = "--fail_on_regression needs all tasks, so --shard and --on kubernetes exclude it"
         raise UserError(f"{problem}. Run `emo compare` afterwards", code="options-clash")
     if args.on == KUBERNETES:
-        values = {"ARGUMENTS": shlex.join(_words(args))}
-        for line in apply_job(args.overlay, "eval", len(tasks), values, output=args.output_path):
-            say(line)
-        return ExitCode.DONE
+        return _apply(args)
+    tasks = _tasks(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    from .icl.job import mean_accuracy, run_all
+    if args.fail_on_regression:
+        from .results.directory import find_model, read_models
+
+        find_model(read_models([args.output_path]), args.fail_on_regression)  # before the work
+    if args.on:
+        _check_inputs(tasks, settings)
+    if args.on == "slurm":
+        return _submit(args, tasks)
+    say(f"{model.name}: {counted(len(tasks), 'task')}")
+    results = _evaluate(args, model, tasks, settings)
+    from .icl.job import mean_accuracy
+
+    say(f"{model.name}: {mean_accuracy(results)[1]}; results in {args.output_path}")
+    return _gate(args, model.name) if args.fail_on_regression else ExitCode.DONE
+
+
+def _is_part(args: argparse.Namespace) -> bool:
+    return args.shard is not None and not args.finish
+
+
+def _check_inputs(tasks: Sequence[Task | ForeignTask], settings: Settings) -> None:
+    """Raise UserError if a part could not read its rows or its sentence model."""
+    from .icl.task_data import load_data
+    from .models.encoder import encoder_path
+
+    own = [task for task in tasks if isinstance(task, Task)]
+    if own and settings.sentence_model is not None:
+        encoder_path(settings.sentence_model)
+    for task in own if settings.data != "hub" else ():
+        load_data(task, settings.data, settings.limit, settings.shots)
+
+
+def _apply(args: argparse.Namespace) -> int:
+    """Apply a job to Kubernetes with a pod for each task. The pods read task files with absolute paths."""
+    files = [name for name in args.tasks.split(",") if Path(name.rpartition(":")[2]).is_absolute()]
+    names = [name for name in args.tasks.split(",") if name not in files]
+    jobs = len(files) + (len(_tasks(args, ",".join(names))) if names else 0)
+    paths = [args.model, args.data or "", args.retriever, args.encoder]
+    inputs = [Path(path) for path in (*paths, *(name.rpartition(":")[2] for name in files))]
+    values = {"ARGUMENTS": shlex.join(_words(args))}
+    for line in apply_job(args.overlay, "eval", jobs, values, output=args.output_path, inputs=inputs):
+        say(line)
+    return ExitCode.DONE
+
+
+def _submit(args: argparse.Namespace, tasks: Sequence[Task | ForeignTask]) -> int:
+    """Submit an array of jobs to Slurm, one for each task, and a job that writes the report."""
+    options = ["--gpus-per-task", "1"]
+    array, last = submit_array("eval.sbatch", _words(args), len(tasks), options, _words(args, GATE))
+    say(f"submitted: job {array} of {counted(len(tasks), 'part')}, then job {last} writes the report")
+    return ExitCode.DONE
+
+
+def _evaluate(
+    args: argparse.Namespace, model: EvaluatedModel, tasks: Sequence[Task | ForeignTask], settings: Settings
+) -> list[TaskResult]:
+    """Return the results of all tasks, or of this part. The last part writes the report."""
+    if args.on or args.finish:
+        return _finish(args, model.name, tasks, settings)
+    from .icl.job import run_all
+
+    if not _is_part(args):
+        return run_all(model, tasks, settings, args.output_path, say)
+    from .parts import read_results, write_report
+
+    number, parts = args.shard
+    results = run_all(model, tasks[number::parts], settings, args.output_path, say)
+    if read_results(model.name, tasks, args.output_path) is not None:
+        write_report(args.output_path)
+    return results
+
+
+def _gate(args: argparse.Namespace, name: str) -> int:
+    """Compare a model with the baseline of --fail_on_regression and return the exit code."""
+    from .report.compare import find_regression, gate  # a known result does not need them
     from .results.directory import find_model, read_models
 
-    if args.fail_on_regression:
-        find_model(read_models([args.output_path]), args.fail_on_regression)  # before the work
-    if args.on == "slurm":
-        options = ["--gpus-per-task", "1"]
-        array, last = submit_array("eval.sbatch", _words(args), len(tasks), options, _words(args, GATE))
-        say(f"submitted: job {array} of {counted(len(tasks), 'part')}, then job {last} writes the report")
-        return ExitCode.DONE
-    say(f"{model.name}: {counted(len(tasks), 'task')}")
-    if args.on or args.finish:
-        results = _finish(args, model.name, tasks, settings)
-    else:
-        part = tasks if args.shard is None else tasks[args.shard[0] :: args.shard[1]]
-        results = run_all(model, part, settings, args.output_path, say)
-    if is_part:
-        from .parts import read_results, write_report
-
-        if read_results(model.name, tasks, args.output_path) is not None:
-            write_report(args.output_path)
-    say(f"{model.name}: {mean_accuracy(results)[1]}; results in {args.output_path}")
-    if not args.fail_on_regression:
-        return ExitCode.DONE
-    from .report.compare import find_regression, gate  # a known result does not need them
-
     models = read_models([args.output_path])
-    baseline, evaluated = (find_model(models, name) for name in (args.fail_on_regression, model.name))
+    baseline, evaluated = (find_model(models, known) for known in (args.fail_on_regression, name))
     verdict = find_regression(baseline, evaluated, args.max_drop)
     say(verdict.summary)
     return gate([verdict])

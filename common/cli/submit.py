@@ -75,7 +75,7 @@ def submit_file(scheduler: str, file: Path) -> str:
 
 def apply_job(
     overlay: Path, component: str, jobs: int, values: dict[str, str],
-    recipe: str | None = None, output: Path | None = None,
+    recipe: str | None = None, output: Path | None = None, inputs: Sequence[Path] = (),
 ) -> list[str]:  # fmt: skip
     """Apply a job of a kustomize directory to Kubernetes, with the resources that all jobs share.
 
@@ -86,35 +86,25 @@ def apply_job(
         values: variables of the pods' environment.
         recipe: the text of a recipe, which the pods read from a config map.
         output: a directory that the pods must share.
+        inputs: files and directories that the pods must share if the paths are absolute. Others are names,
+            or relative to the checkout in the image.
 
     Returns lines for the user. Jobs cannot be changed, so those without a recipe are named by their values.
     """
-    import yaml
-
-    rendered = _call(["kubectl", "kustomize", str(overlay)])
-    documents: list[dict[str, Any]] = [tree for tree in yaml.safe_load_all(rendered) if tree]
-    chosen = [tree for tree in documents if _component(tree) in ("common", component)]
-    job = next((t for t in chosen if t["kind"] == "Job" and _component(t) == component), None)
-    if job is None:
-        raise UserError(f"{overlay} has no job with the label {COMPONENT}={component}", code="submission")
-    metadata = job["metadata"]
+    trees, job = _render(overlay, component)
     job["spec"] |= {"completions": jobs, "parallelism": jobs}
+    metadata = job["metadata"]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    if output is not None:
-        _check_shared(pod, container, output)
+    _check_shared(pod, container, [*(() if output is None else [output]), *filter(Path.is_absolute, inputs)])
     if recipe is None:
         metadata["name"] += f"-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]}"
     else:
-        about = metadata | {"name": f"{metadata['name']}-recipe"}
-        settings = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {RECIPE_FILE: recipe}}
-        chosen.insert(0, settings)
-        pod["volumes"].append({"name": "recipe", "configMap": {"name": about["name"]}})
-        container["volumeMounts"].append({"name": "recipe", "mountPath": "/recipe", "readOnly": True})
+        trees.insert(0, _mount_recipe(recipe, metadata, pod, container))
         values = {"RECIPE": f"/recipe/{RECIPE_FILE}", "OVERRIDES": ""} | values
     values = values | {"JOBS": str(jobs)}
     container["env"] += [{"name": name, "value": value} for name, value in values.items()]
-    done = _call(["kubectl", "apply", "-f", "-"], text="\n---\n".join(map(json.dumps, chosen)))
+    done = _call(["kubectl", "apply", "-f", "-"], text="\n---\n".join(map(json.dumps, trees)))
     namespace = f"-n {metadata['namespace']} " if "namespace" in metadata else ""
     if f"job.batch/{metadata['name']} unchanged" in done:
         again = f"kubectl {namespace}delete job/{metadata['name']}"
@@ -123,13 +113,37 @@ def apply_job(
     return [f"applied: job {metadata['name']}, {counted(jobs, 'pod')}", f"wait for it: {wait}"]
 
 
-def _check_shared(pod: dict[str, Any], container: dict[str, Any], output: Path) -> None:
-    """Raise UserError unless a directory is on a volume that all pods share."""
+def _render(overlay: Path, component: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the resources of a kustomize directory that a job needs, and the job, which is one of them."""
+    import yaml
+
+    rendered = _call(["kubectl", "kustomize", str(overlay)])
+    documents: list[dict[str, Any]] = [tree for tree in yaml.safe_load_all(rendered) if tree]
+    trees = [tree for tree in documents if _component(tree) in ("common", component)]
+    job = next((t for t in trees if t["kind"] == "Job" and _component(t) == component), None)
+    if job is None:
+        raise UserError(f"{overlay} has no job with the label {COMPONENT}={component}", code="submission")
+    return trees, job
+
+
+def _mount_recipe(
+    recipe: str, metadata: dict[str, Any], pod: dict[str, Any], container: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a config map with a recipe, after mounting it in the pods of a job."""
+    about = metadata | {"name": f"{metadata['name']}-recipe"}
+    pod["volumes"].append({"name": "recipe", "configMap": {"name": about["name"]}})
+    container["volumeMounts"].append({"name": "recipe", "mountPath": "/recipe", "readOnly": True})
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {RECIPE_FILE: recipe}}
+
+
+def _check_shared(pod: dict[str, Any], container: dict[str, Any], paths: Sequence[Path]) -> None:
+    """Raise UserError unless all paths are on a volume that the pods share."""
     claims = [volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims]
-    if not any(Path(os.path.normpath(output)).is_relative_to(mount) for mount in mounts):
-        problem = f"--output_path {output} is not on the volume that the pods share"
-        raise UserError(f"{problem}. Set a directory below {' or '.join(mounts)}", code="not-shared")
+    for path in paths:
+        if not any(Path(os.path.normpath(path)).is_relative_to(mount) for mount in mounts):
+            problem = f"{path} is not on the volume that the pods share"
+            raise UserError(f"{problem}. Use a path below {' or '.join(mounts)}", code="not-shared")
 
 
 def _component(tree: dict[str, Any]) -> str | None:

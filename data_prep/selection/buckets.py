@@ -61,34 +61,39 @@ def read_buckets(paths: Iterable[Path], bucket: int, chunk: int | None = None) -
     """
     waiting: list[np.ndarray] = []
     size = 0
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                end = file.seek(0, 2) - 8 * _TRAILER
-                file.seek(max(0, end))
-                *about, summary = np.frombuffer(file.read(8 * _TRAILER), np.uint64).tolist()
-                width, buckets, chunks = about
-                _require(summary == _summary(about) and end >= 16 * chunks * (buckets + 1))
-                for number in range(chunks) if chunk is None else range(chunks)[chunk : chunk + 1]:
-                    file.seek(end - 16 * ((chunks - number) * (buckets + 1) - bucket))
-                    position, check, last, _ = np.frombuffer(file.read(32), np.uint64).tolist()
-                    while position < last:
-                        count = min(last - position, max(1, (BATCH_BYTES - size) // (8 * width)))
-                        file.seek(8 * width * position)
-                        data = file.read(8 * width * count)
-                        waiting.append(np.frombuffer(data, np.uint64).reshape(count, width))
-                        check -= int(_weighted(waiting[-1], position).sum())
-                        position += count
-                        size += len(data)
-                        if size >= BATCH_BYTES:
-                            yield np.concatenate(waiting)
-                            waiting = []
-                            size = 0
-                    _require(check % 2**64 == _EMPTY)
-        except (FileNotFoundError, ValueError, OverflowError):
-            raise DamagedError(path) from None
+    for records in itertools.chain.from_iterable(_read_file(path, bucket, chunk) for path in paths):
+        if waiting and size + records.nbytes > BATCH_BYTES:
+            yield np.concatenate(waiting)
+            waiting = []
+            size = 0
+        waiting.append(records)
+        size += records.nbytes
     if waiting:
         yield np.concatenate(waiting)
+
+
+def _read_file(path: Path, bucket: int, chunk: int | None) -> Iterator[np.ndarray]:
+    """Yield the records of a bucket of a file, with at most BATCH_BYTES at a time. Raises DamagedError."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, 2) - 8 * _TRAILER
+            file.seek(max(0, end))
+            *about, summary = np.frombuffer(file.read(8 * _TRAILER), np.uint64).tolist()
+            width, buckets, chunks = about
+            _require(summary == _summary(about) and end >= 16 * chunks * (buckets + 1))
+            count = max(1, BATCH_BYTES // (8 * width))
+            for number in range(chunks) if chunk is None else range(chunks)[chunk : chunk + 1]:
+                file.seek(end - 16 * ((chunks - number) * (buckets + 1) - bucket))
+                first, check, last, _ = np.frombuffer(file.read(32), np.uint64).tolist()
+                for position in range(first, last, count):
+                    file.seek(8 * width * position)
+                    data = file.read(8 * width * min(count, last - position))
+                    records = np.frombuffer(data, np.uint64).reshape(-1, width)
+                    check -= int(_weighted(records, position).sum())
+                    yield records
+                _require(check % 2**64 == _EMPTY)
+    except (FileNotFoundError, ValueError, OverflowError):
+        raise DamagedError(path) from None
 
 
 def merged(chunks: Iterable[Chunk]) -> Iterator[Chunk]:

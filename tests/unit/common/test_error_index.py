@@ -40,6 +40,8 @@ def test_every_code_is_explained_and_used() -> None:
 
 def test_help_explains_a_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "[no-recipe]"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "export"])  # a command, too
     assert error_index()["no-recipe"]["fix"] in capsys.readouterr().out
     assert main(["help", "no-recipee"]) == 2
     assert "no-recipe" in capsys.readouterr().err

@@ -22,6 +22,8 @@ def test_a_forecast_knows_the_rows_and_what_was_measured(tmp_path: Path, kind: s
     config = data_config(tmp_path, kind=kind, sequence_len=128, sources=[{"files": "*.jsonl"}])
     lines: list[str] = []
     print_forecast(config, 2, 3, lines.append)
+    _, part, _, total, *_ = lines[0].split()
+    assert float(part) <= float(total)
     rows = int(lines[0].split()[-2].replace(",", ""))
     assert 220 < rows < 360 and lines[1].startswith("on 2 machines with 3 processes each")
     assert [line.split()[0] for line in lines[2:]] == [

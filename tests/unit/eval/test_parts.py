@@ -70,18 +70,40 @@ def test_the_jobs_of_slurm_give_the_same_results(
     assert "regression" not in array and last.endswith("--fail_on_regression=model --max_drop=1.0 --finish")
 
 
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (("--data", "nowhere"), "no-task-data"),
+        (("--retriever", "./nowhere"), "model"),
+        (("--retriever", "topk", "--encoder", "./nowhere"), "model"),
+        (("--num_fewshot", "100000"), "too-few-rows"),
+    ],
+)
+def test_inputs_are_checked_before_jobs_are_submitted(
+    more: tuple[str, ...], reason: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, sbatch=SBATCH)
+    code, _, error = command(*options(world, tmp_path / "out", "--on", "slurm", *more))
+    assert code == 2 and f"[{reason}]" in error and not (tmp_path / "calls").exists()
+
+
 def test_kubernetes_gets_a_pod_for_each_task(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in_kubectl(tmp_path, monkeypatch)
-    on = ("--on", "kubernetes", "--overlay", str(OVERLAY))
+    on = ("--on", "kubernetes", "--overlay", str(OVERLAY), "--model", "/emo/runs/model", "--data", "hub")
     code, _, error = command(*options(world, Path("runs/eval"), *on))
     assert code == 2 and "/emo/runs [not-shared]" in error and not (tmp_path / "applied").exists()
+    for unshared in (("--model", "/models/mine"), ("--tasks", "trec,/mine.yaml"), ("--tasks", "passkey:/a")):
+        code, _, error = command(*options(world, Path("/emo/runs/out"), *on, *unshared))
+        path = unshared[1].split(",")[-1].removeprefix("passkey:")
+        assert code == 2 and f"{path} is not on the volume" in error
+    on = (*on, "--tasks", "trec,/emo/runs/mine.yaml")  # which only the pods can read
     assert command(*options(world, Path("/emo/runs/out"), *on))[0] == 0
     job, values, _ = applied(tmp_path)
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2 and values["JOBS"] == "2"
     assert job["metadata"]["name"].startswith("emo-eval-")
-    expected = [f"--model={world}/model", "--output_path=/emo/runs/out", "--num_fewshot=0"]
+    expected = ["--model=/emo/runs/model", "--output_path=/emo/runs/out", "--num_fewshot=0"]
     assert {*expected} < {*shlex.split(values["ARGUMENTS"])} and "overlay" not in values["ARGUMENTS"]
 
 
