@@ -1,4 +1,4 @@
-"""What the evaluation's tests share: a private cache of embeddings and digests, and a small world."""
+"""Fixtures of the evaluation's tests: a private cache, and a small model with rows of tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that a trainer exported, and rows of three tasks: only to be read."""
+    """Write a random model as a trainer exports it, and rows of three tasks. Tests must not change them."""
     root = tmp_path_factory.mktemp("world")
     write_tasks(root / "data", ["sst2", "trec", "mmlu"], train=20, test=12)
     tiny_model(root / "model")

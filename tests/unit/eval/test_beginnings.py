@@ -1,4 +1,4 @@
-"""Every user of ids begins a text in the same way: BOS where the tokenizer adds one, for rows and prompts."""
+"""All code that encodes text begins it in the same way, with BOS if the tokenizer adds one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_tokenizer(model: Path, directory: Path, around: tuple[list[str], list[str]], **config: Any) -> Path:
-    """Return a copy of the model whose tokenizer.json adds tokens around a text."""
+    """Return a copy of the model whose tokenizer.json adds tokens before and after a text."""
     shutil.copytree(model, directory)
     backend = load_tokenizer(model).backend_tokenizer
     start, end = around
@@ -60,7 +60,7 @@ def with_tokenizer(model: Path, directory: Path, around: tuple[list[str], list[s
 
 
 def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """Return the ids that each user of a tokenizer gives to TEXT, or to a prompt; copy: the exported one."""
+    """Return the ids that each caller gives TEXT or a prompt. `copy` receives the exported tokenizer."""
     facts = save_tokenizer(directory, None, copy)
     assert facts == tokenizer_facts(copy)
     rows = RowEncoder(EncodeSettings(copy, facts, "alpaca", 512, "drop", None))
@@ -95,7 +95,7 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_all_users_of_a_tokenizer_encode_the_same_beginning(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool | None, adds: bool, named: bool
 ) -> None:
-    """add_bos_token decides where it is set; else the post-processor of tokenizer.json, never the name."""
+    """The setting add_bos_token decides. Without it tokenizer.json decides, and bos_token never does."""
     config = ({"bos_token": "<s>"} if named else {}) | ({} if flag is None else {"add_bos_token": flag})
     directory = with_tokenizer(model, tmp_path / "model", (["<s>"] if adds else [], []), **config)
     if flag and not adds and not named:
@@ -113,7 +113,7 @@ def test_all_users_of_a_tokenizer_encode_the_same_beginning(
 
 
 def test_a_tokenizer_may_add_two_tokens(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GLM's tokenizers have it; EOS after a text goes into no prompt."""
+    """GLM's tokenizers add two tokens before a text. An EOS after a text is not part of a prompt."""
     around = (["<s>", "<unk>"], ["</s>"])
     directory = with_tokenizer(model, tmp_path / "model", around, bos_token="<s>")
     for user, ids in beginnings(directory, tmp_path / "copy", monkeypatch).items():
@@ -122,7 +122,7 @@ def test_a_tokenizer_may_add_two_tokens(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_an_empty_prompt_begins_with_bos_or_eos(model: Path, tmp_path: Path) -> None:
-    """Also where the tokenizer adds none: something must come first."""
+    """A prompt must have a first token, even if the tokenizer adds none."""
     for names, first in (({"bos_token": "<s>"}, BOS), ({}, EOS)):
         directory = with_tokenizer(model, tmp_path / str(first), ([], []), **names)
         assert prompt_ids(EvaluatedModel(str(directory)), "") == [first]

@@ -1,4 +1,4 @@
-"""emo chat: what the model is asked is what training showed it; history, the context, the end of a turn."""
+"""emo chat: prompts as in training, the history, a full context, and the end of a turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tiny_model(tmp_path_factory.mktemp("chat") / "tuned", 3, max_position_embeddings=256)
     model, tokenizer = load(directory)
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    with torch.no_grad():  # bytes that make no character are shown as something else once more come
+    with torch.no_grad():  # no bytes, because an incomplete character is shown differently later
         model.lm_head.weight[[i for i, piece in enumerate(pieces) if piece.startswith("<0x")]] = 0
     model.save_pretrained(directory)
     (directory / "export.json").write_text(json.dumps({"template": "chat/1"}))
@@ -47,7 +47,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def talk(
     monkeypatch: pytest.MonkeyPatch, model: Path, messages: list[str], *options: object
 ) -> tuple[str, list[str]]:
-    """Return what `chat --greedy` writes after these messages, and its notes but the first, how to leave."""
+    """Return what `chat --greedy` prints for these messages, and all notes except the first."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{message}\n" for message in messages)))
     code, out, err = command("chat", "--model", model, "--greedy", "--max_new_tokens", 6, *options)
     assert code == 0, err
@@ -55,7 +55,7 @@ def talk(
 
 
 def templated(model: Path, directory: Path, text: str, **facts: Any) -> EvaluatedModel:
-    """Return a copy of a model with this chat template, and these facts of its training."""
+    """Return a copy of a model with this chat template and this record of its training."""
     shutil.copytree(model, directory)
     (directory / "chat_template.jinja").write_text(text)
     (directory / "export.json").write_text(json.dumps(facts))
@@ -64,7 +64,7 @@ def templated(model: Path, directory: Path, text: str, **facts: Any) -> Evaluate
 
 @pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
 def test_a_conversation_is_encoded_as_in_training(tuned: Path, tmp_path: Path, template: str) -> None:
-    """The ids before the last answer are those before it in the prepared example."""
+    """The ids before the last answer equal those in the prepared example."""
     model, system = templated(tuned, tmp_path / "model", TEMPLATE), "Be brief."
     exchanges = (
         Exchange("Who <s> sat?", "A cat."),
@@ -88,13 +88,13 @@ def test_a_conversation_is_encoded_as_in_training(tuned: Path, tmp_path: Path, t
         Exchanged(Question("", exchange.prompt), list(row[start:end]), exchange.response)
         for exchange, (start, end, _) in zip(exchanges[:-1], spans[:-1], strict=True)
     ]
-    for said in (history, [e._replace(ids=e.ids[:-1]) for e in history]):  # also where a reply was cut off
+    for said in (history, [e._replace(ids=e.ids[:-1]) for e in history]):  # also if a reply was cut off
         ids = conversation_ids(model, template, said, Question("", "Why?"), system)
         assert ids == list(row[: int(spans[-1][0])])
 
 
 def naive(model: EvaluatedModel, ids: list[int], tokens: int = 6) -> tuple[list[int], str]:
-    """Return the likeliest continuation as ids, its end included, and as text."""
+    """Return the most likely continuation as ids, including the end token, and as text."""
     new: list[int] = []
     while len(new) < tokens and (not new or new[-1] not in model.ends):
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_replies_equal_greedy_decoding(tuned: Path, monkeypatch: pytest.MonkeyPa
     messages = ["Who sat?", "", "Where?", "/reset", "Who sat?"]
     out, notes = talk(monkeypatch, tuned, messages, "--system", "Be brief.")
     assert out == printable("".join(f"{text}\n" for text in [*expected, expected[0]]))
-    assert len(notes) == 1  # the reset
+    assert len(notes) == 1  # about the reset
 
 
 def test_every_token_is_printed_as_soon_as_it_is_chosen(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_every_token_is_printed_as_soon_as_it_is_chosen(tuned: Path, monkeypatch
 
 
 def test_a_full_context_drops_the_oldest_exchange(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is longer than the context by itself is not asked, and the conversation goes on."""
+    """A message that alone exceeds the context is skipped, and the conversation continues."""
     model = EvaluatedModel(str(tuned))
     messages = [f"the cat sat on mat {i} " * 5 for i in range(5)]
     out, notes = talk(monkeypatch, tuned, [*messages, "why " * 300, "Why?"])
@@ -149,7 +149,7 @@ def test_a_full_context_drops_the_oldest_exchange(tuned: Path, monkeypatch: pyte
 
 
 def test_a_template_gets_the_variables_of_its_training(tuned: Path, tmp_path: Path) -> None:
-    """And the same day for today's, also from a directory without tokenizer.json."""
+    """`strftime_now` gives the same day as in training, also without tokenizer.json."""
     dated = TEMPLATE + "{{ strftime_now('%d %B %Y') }}"
     days: dict[str, Any] = {"01 January 2026": {"mode": "calm"}, "03 February 2025": {"date": "2025-02-03"}}
     for day, variables in days.items():
@@ -164,7 +164,7 @@ def test_a_template_gets_the_variables_of_its_training(tuned: Path, tmp_path: Pa
 
 
 def test_earlier_reasoning_is_a_separate_field() -> None:
-    """Whether the reply or the prompt opened it."""
+    """The reasoning may be opened in the reply or in the prompt."""
     for text in ("<think>\nhm\n</think>\n\nYes.", "hm</think>Yes."):
         message = Exchanged(Question("", "Why?"), [], text).message
         assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
@@ -178,7 +178,7 @@ def test_chat_rejects_a_model_without_a_template(tuned: Path, tmp_path: Path) ->
 
 
 def test_generate_points_to_chat_for_a_tuned_model(tuned: Path, tmp_path: Path) -> None:
-    """On stderr, and only there: stdout has the texts."""
+    """The hint is printed on stderr only, because stdout has the texts."""
     for name, said in (("tuned", True), ("base", False)):
         path = tuned if said else tiny_model(tmp_path / name, tokenizer=EvaluatedModel(str(tuned)).tokenizer)
         options = (

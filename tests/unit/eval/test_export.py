@@ -1,4 +1,4 @@
-"""emo export: what is refused, and files of lm-evaluation-harness, the hub and W&B, read by their code."""
+"""emo export: rejected input, and files that lm-evaluation-harness, the Hub and W&B can read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.results import RIGHT, fabricated, finish, finished, tree, wri
 
 
 def test_mistakes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    """Unknown formats and models, a choice that was not made, damaged or incomplete results."""
+    """Unknown formats and models, an ambiguous model, and damaged or incomplete results are rejected."""
     out = tmp_path / "out"
     finished(out)
     fabricated(out, "mle", {"sst2": RIGHT})
@@ -40,7 +40,7 @@ def test_mistakes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
         ("lm-eval", "--name", "mle"),
     ):  # fmt: skip
         assert is_mistake("export", out, "--format", form, "--output_path", tmp_path / "to", *options)
-    for chunk in (out / "store").glob("*/chunks/*.json"):  # results no longer follow from their rows
+    for chunk in (out / "store").glob("*/chunks/*.json"):  # rows no longer agree with the results
         records: Any = store.unsealed(chunk)
         records[2].update(prediction="a")
         chunk.write_text(store.seal_json(records))
@@ -53,7 +53,7 @@ TASKS = ["sst2", "mmlu"]
 
 @pytest.fixture(scope="module")
 def evaluated(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real evaluation of six of twelve rows, exported."""
+    """Evaluate a model on six of twelve rows, and export the results."""
     root = tmp_path_factory.mktemp("export")
     arguments = ["--tasks", ",".join(TASKS), "--data", world / "data", "--name", "m", "--limit", 6]
     assert command("eval", "--model", world / "model", *arguments, "--output_path", root / "out")[0] == 0
@@ -63,13 +63,13 @@ def evaluated(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(directory: Path) -> dict[str, Any]:
-    """The results file of a model, of which there is one."""
+    """Return the only results file of the model."""
     (path,) = (directory / "m").glob("results_*.json")
     return json.loads(path.read_text())
 
 
 def samples(evaluated: Path) -> dict[str, list[dict[str, Any]]]:
-    """The model's samples by task or subtask, as lm-evaluation-harness derives these from the names."""
+    """Return the samples by task or subtask, named as lm-evaluation-harness does by file name."""
     paths = (evaluated / "there" / "m").glob("samples_*.jsonl")
     return {path.name[path.name.find("_") + 1 : path.name.rfind("_")]: read_lines(path) for path in paths}
 
@@ -80,7 +80,7 @@ def sha(text: str) -> str:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_samples_contain_the_scored_prompts(world: Path, evaluated: Path, task: str) -> None:
-    """The plainest forward over context and continuation gives the response: minus the mean NLL per token."""
+    """Each response is minus the mean NLL per token of context and continuation in a plain forward pass."""
     model, tokenizer = load(world / "model")
     of_task = [s for name, actual in samples(evaluated).items() if name.startswith(task) for s in actual]
     assert len({s["doc_id"] for s in of_task}) == len(of_task) == 6
@@ -93,7 +93,7 @@ def test_samples_contain_the_scored_prompts(world: Path, evaluated: Path, task: 
 
 
 def test_lm_evaluation_harness_reads_its_files(evaluated: Path) -> None:
-    """Its schema, the hashes of its evaluator, its table, its aggregation of groups and standard errors."""
+    """The files match its schema, hashes, table, aggregation of groups and standard errors."""
     from lm_eval import utils
     from lm_eval.api.metrics import aggregate_subtask_metrics, mean_stderr
     from lm_eval.result_schema import EvalResults, SampleResult
@@ -130,7 +130,7 @@ def test_lm_evaluation_harness_reads_its_files(evaluated: Path) -> None:
 
 
 def test_exporting_again_writes_the_same_files(world: Path, evaluated: Path, tmp_path: Path) -> None:
-    """Nothing twice, nothing missing, whatever a killed export has left; without the rows results alone."""
+    """A repeated export completes what a killed one left. Without the data only results are exported."""
     model, expected = find_model(read_models([evaluated / "out"]), "m"), evaluated / "there"
     for _ in range(2):
         harness.write_harness(model, tmp_path, str(world / "data"))
@@ -198,12 +198,12 @@ def test_the_hub_reads_its_files(tmp_path: Path) -> None:
     assert accuracy.metric_args["stderr"] == pytest.approx(math.sqrt(4 / 6 * 2 / 6 / 5))
     macro = next(r for r in card.data.eval_results if "MMLU" in r.dataset_name)
     assert macro.metric_value == pytest.approx((1 + 1 / 3 + 1) / 3)
-    assert "stderr" not in macro.metric_args  # a group of one row has none
+    assert "stderr" not in macro.metric_args  # undefined for a group of one row
     assert (entry.dataset_id, entry.task_id, entry.value) == ("SetFit/sst2", "default", 4 / 6)
     assert entry.date == "2027-01-15T08:00:00Z" and entry.dataset_revision is None
     finish(tmp_path / "out", from_hub=True)
     assert written(tmp_path / "card")[1][0].dataset_revision == "00ea8cc"
-    finish(tmp_path / "out", hub="/data/sst2")  # no data set of the hub
+    finish(tmp_path / "out", hub="/data/sst2")  # a path is not a data set of the Hub
     assert written(tmp_path / "alone")[1] == [] and len(tree(tmp_path / "alone")) == 1
 
 
@@ -216,7 +216,7 @@ def test_the_rest_of_a_model_card_is_unchanged(newline: str, tmp_path: Path) -> 
     assert ("\n" in after.replace("\r\n", "")) == (newline == "\n")
     assert after.endswith(before[before.index("# My model") :])
     assert {*before.split(newline)[1:3], before.split(newline)[9]} < set(after.split(newline))
-    for card, count in ((after, 4), (hub.add_index(after, "emo", results[:1]), 2)):  # ours take their place
+    for card, count in ((after, 4), (hub.add_index(after, "emo", results[:1]), 2)):  # ours are replaced
         actual = ModelCard(card).data
         assert actual.model_name == "My Model" and actual.language == ["en"]
         assert "HellaSwag" in [result.dataset_name for result in actual.eval_results or []]
@@ -226,7 +226,7 @@ def test_the_rest_of_a_model_card_is_unchanged(newline: str, tmp_path: Path) -> 
 def test_other_weights_and_unreadable_cards_are_rejected(world: Path, tmp_path: Path) -> None:
     finished(tmp_path / "out")
     digest = EvaluatedModel(str(world / "model")).digest
-    for path in (tmp_path / "out" / "models" / "emo").glob("*.json"):  # as if it had been evaluated
+    for path in (tmp_path / "out" / "models" / "emo").glob("*.json"):  # pretend that this model was evaluated
         path.write_text(path.read_text().replace(store.digest_json("emo"), digest))
     arguments = ["export", tmp_path / "out", "--format", "hf", "--output_path"]
     model = Path(shutil.copytree(world / "model", tmp_path / "model"))
@@ -253,7 +253,7 @@ def training_run(directory: Path, project: str | None = "emo-test") -> Path:
 
 
 def logged(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file, by W&B's own messages: LevelDB's log in blocks of 32 KiB."""
+    """Yield the records of a .wandb file, which is a LevelDB log in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, text = path.read_bytes(), 7, b""
@@ -264,14 +264,14 @@ def logged(path: Path) -> Iterator[Any]:
         length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
         text += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or the last part of one
             yield Record.FromString(text)
             text = b""
 
 
 @pytest.mark.slow
 def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points of the training run over its tokens, in their order, whatever the order of evaluation."""
+    """Points are in the order of training tokens, not of evaluation."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     run, out = training_run(tmp_path / "emo"), tmp_path / "out"
     for name, tokens in (("emo-step-2", 200), ("emo-step-1", 100), ("emo", 200)):
@@ -280,7 +280,7 @@ def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_model(out, "another", tokens=5, run="/runs/another")
     write_result(out, "another", "sst2", RIGHT)
     finish(out)
-    # An export that was killed while it sent: what W&B would send of it goes.
+    # A killed export left an offline run that was not sent. It is removed.
     unsent = run / "wandb" / "offline-run-1-0123456789abcdef"
     unsent.mkdir(parents=True)
     (run / tracking.SENT).write_text(json.dumps({"sent": {}, "sending": unsent.name}))
@@ -312,14 +312,14 @@ def test_results_unfit_for_wandb_are_rejected(tmp_path: Path, monkeypatch: pytes
         return refused and not (run / tracking.SENT).exists()
 
     for lease in (Lease(run, LOCK, LOCK_SECONDS), store.lease(run, tracking.SENDING)):
-        with hold_if_free(lease):  # it trains, or another export sends
+        with hold_if_free(lease):  # during training, or while another export sends
             assert is_refused()
     assert is_refused(training_run(tmp_path / "no" / "emo", None))
-    assert is_refused(training_run(tmp_path / "mle"))  # none of these results is of it
+    assert is_refused(training_run(tmp_path / "mle"))  # no result belongs to this run
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "wandb", None)  # as if it could not be found
+        patch.setitem(sys.modules, "wandb", None)  # as if it were not installed
         assert is_refused()
-    finished(out, run=str(run))  # after how many tokens?
+    finished(out, run=str(run))  # the number of tokens is unknown
     assert is_refused()
 
 

@@ -1,4 +1,4 @@
-"""Decoding from an objective's fixed point: its equation, and the texts that follow."""
+"""Decoding from the fixed point of an objective: its equation, and the sampled texts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_text_does_not_depend_on_its_batch(models: Path, decoding: Decoding) -
 
 
 def test_ended_texts_do_not_affect_the_others(models: Path) -> None:
-    """... though others of its batch go on: what the model says after it need not have a fixed point."""
+    """No fixed point is computed for a text that has ended, because it may not exist there."""
     model, rows = EvaluatedModel(str(models / "small")).model, []
 
     def settled(logits: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def test_ended_texts_do_not_affect_the_others(models: Path) -> None:
 
 
 def test_texts_of_different_objectives_and_costs_are_stored_separately(models: Path, tmp_path: Path) -> None:
-    """... and by a cost's content; likelihood leaves them as they are."""
+    """Texts also depend on the content of a cost. Decoding with `mle` gives the same texts as sampling."""
     written: dict[str, Any] = {}
     (tmp_path / "cost").symlink_to(models / "small")
     choices: dict[str, tuple[Any, ...]] = {
@@ -100,14 +100,14 @@ def test_texts_of_different_objectives_and_costs_are_stored_separately(models: P
 @pytest.mark.parametrize(
     ("objective", "cost", "code"),
     [
-        ("dft", "", "no-fixed-point"),  # a corner
+        ("dft", "", "no-fixed-point"),  # a corner of the simplex
         ("tailr", "", "no-fixed-point"),
         ("examples/my_objective.py:unsure", "", "unknown-objective"),
         ("mixce", "constant", "cost-alone"),
         ("kl", "", "no-fixed-point"),  # needs a teacher
-        ("psft", "", "no-fixed-point"),  # needs scores
-        ("smoothed", "", "no-fixed-point"),  # would need V V costs
-        ("mile", "", "no-fixed-point"),  # relative to a batch
+        ("psft", "", "no-fixed-point"),  # needs scores of another model
+        ("smoothed", "", "no-fixed-point"),  # would need costs between all tokens
+        ("mile", "", "no-fixed-point"),  # weights depend on the batch
         ("emo", "nowhere.pt", "cost-missing"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sampled text: the model's own distribution whatever the batch; records and measures against naive ones."""
+"""Sampled text follows the model's distribution in any batch. Records and measures equal naive ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def llama() -> Any:
 
 
 def requests(count: int, vocabulary: int = 97, longest: int = 9) -> list[Request]:
-    """Ragged prompts, some twice."""
+    """Return prompts of different lengths, some of them twice."""
     random = np.random.default_rng(0)
     prompts = [random.integers(3, vocabulary, random.integers(1, longest + 1)).tolist() for _ in range(count)]
     return [Request(prompts[i - i % 2], [0, i]) for i in range(count)]
@@ -55,7 +55,7 @@ CASES = [(name, mode) for name in ("llama", "mistral", "gpt2", "bloom") for mode
 
 @pytest.mark.parametrize(("name", "decoding"), [*CASES, ("llama", TRUNCATED)])
 def test_a_text_does_not_depend_on_its_batch(name: str, decoding: Decoding) -> None:
-    """Greedy text is that of a plain loop; the checkpoint's own settings decide nothing."""
+    """Greedy text equals that of a plain loop. The generation settings of the checkpoint are ignored."""
     model, prompts = family(name, vocab_size=97), requests(13)
     model.generation_config.repetition_penalty = 5.0
     texts = [Sampler(model, decoding, [2, 5, 8], batch).run(prompts, 12) for batch in (1, 5, 64)]
@@ -74,7 +74,7 @@ def test_a_text_does_not_depend_on_its_batch(name: str, decoding: Decoding) -> N
 
 
 def with_cache(change: Any, model: Any) -> Any:
-    """Return the model's forward with its logits changed wherever a cache is in use."""
+    """Return the model's forward with changed logits whenever a cache is in use."""
     plain = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def with_cache(change: Any, model: Any) -> Any:
 
 
 def test_close_decisions_are_made_from_the_row_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With noise on the batch's logits, as other kernels would make it, the text stays the same."""
+    """Noise in batched logits, as from other kernels, changes no text. Close decisions are recomputed."""
     prompts, noise = requests(24), torch.Generator().manual_seed(0)
     expected = Sampler(llama, batch=1).run(prompts, 12)
     noisy = with_cache(lambda x: x + 1e-4 * (2 * torch.rand(x.shape, generator=noise) - 1), llama)
@@ -109,7 +109,7 @@ def test_broken_caches_and_weights_are_rejected(llama: Any, monkeypatch: pytest.
         Sampler(llama).run(requests(3), 4)
 
 
-# sha256 of the tokens that seeds have given since texts are sampled; they stay.
+# sha256 of the tokens of each decoding. They must not change, so that seeds stay reproducible.
 SEEDED = {
     Decoding(): "2f1eddba9a653bd26e2c861aecbeb2a69816dd5f069db48f5f59064f9351ecdc",
     TRUNCATED: "05d66b42cd26e52358809b792cb8ad0f31e5dd6e44c85ce6c453c71870bbf68e",
@@ -145,7 +145,7 @@ def test_tokens_follow_the_distribution(llama: Any, decoding: Decoding) -> None:
 
 
 def test_every_text_has_its_own_limit(llama: Any) -> None:
-    """A longer one begins like a shorter one; learned positions end with the context."""
+    """A longer text begins like a shorter one. A prompt and its text can fill the context exactly."""
     whole, limits, done = Sampler(llama).run(requests(6), 10), (1, 3, 10, 20, None, 7), []
     limited = [r._replace(limit=limit) for r, limit in zip(requests(6), limits, strict=True)]
     texts = Sampler(llama, batch=4).run(limited, 10, done.append)
@@ -161,7 +161,7 @@ def test_every_text_has_its_own_limit(llama: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mpt"])
 def test_the_context_of_every_family_is_known(corpus: Path, tmp_path: Path, kind: str) -> None:
-    """A longer prefix is a mistake of the user; longer texts are scored in windows."""
+    """A prefix that exceeds the context is rejected. Longer texts are scored in windows."""
     tokenizer = load_tokenizer(corpus / "small")
     model = family(kind, vocab_size=len(tokenizer))
     model.save_pretrained(tmp_path / kind)
@@ -177,7 +177,7 @@ def test_the_context_of_every_family_is_known(corpus: Path, tmp_path: Path, kind
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of one tokenizer, and a corpus."""
+    """Write two models with the same tokenizer, and a corpus."""
     root = tmp_path_factory.mktemp("generation")
     for name, seed in (("small", 1), ("oracle", 2)):
         tiny_model(root / name, seed, max_position_embeddings=96)
@@ -188,7 +188,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(corpus: Path, model: str, *prefixes: object, name: str | None = None) -> Path:
-    """Sample with a model after the corpus' or other prefixes; return the directory of its texts."""
+    """Sample after prefixes of the corpus or the given ones, and return the directory of the texts."""
     options = prefixes or ("--corpus", "ptb", "--data", corpus / "data")
     settings = ("--max_new_tokens", 9, "--samples", 2, "--seeds", "0,1", "--output_path", corpus / "out")
     assert (
@@ -253,7 +253,7 @@ def test_as_many_beams_as_tokens_find_the_most_likely_text(corpus: Path, tmp_pat
     pairs = torch.tensor([[*prompt, token] for token in range(size)])
     with torch.no_grad():
         logits = model.model(pairs).logits.log_softmax(-1)
-    means = {}  # log-probability per token: texts of one token where it ends them, else of two
+    means = {}  # log-probability per token, of one token if it ends the text, otherwise of two
     for first in range(size):
         if first in model.ends:
             means[first,] = float(logits[0, -2, first])
@@ -264,9 +264,9 @@ def test_as_many_beams_as_tokens_find_the_most_likely_text(corpus: Path, tmp_pat
 
 
 def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
-    """PPL_oracle, PPL_test and cross-entropies, to 1e-6; the oracle of its own samples is at its floor.
+    """Perplexities and cross-entropies agree to 1e-6. The oracle's own samples are at its floor.
 
-    The reference may name another end of text, as a model before its tuning does.
+    The reference may have another end-of-text token, like a model before tuning.
     """
     paths = {name: corpus / name for name in ("small", "oracle")}
     shutil.copytree(paths["oracle"], corpus / "untuned")
@@ -300,7 +300,7 @@ def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
 
 
 def test_models_are_compared_on_the_same_prefixes(corpus: Path, sampled: Path) -> None:
-    """The difference of each measure is that of the means; after other prefixes there is none."""
+    """Each difference is that of the means. There is none after different prefixes."""
     others = [generate(corpus, "oracle", name="other")]
     others += [generate(corpus, "oracle", "--prefix", "the cat", "--prefix", "a dog", name="given")]
     first, same, other = measured(corpus, [sampled, *others])
@@ -313,7 +313,7 @@ def test_models_are_compared_on_the_same_prefixes(corpus: Path, sampled: Path) -
 
 
 def test_likelihoods_of_empty_and_of_long_texts(corpus: Path) -> None:
-    """Continuations may be empty, even all of them; what is longer than the context is cut into windows."""
+    """Continuations may be empty, even all of them. Texts beyond the context are scored in windows."""
     model = EvaluatedModel(str(corpus / "small"))
     actual = likelihood.continuations(model, [([5, 6, 7], []), ([5, 6, 7], []), ([8, 9], [10])])
     assert actual.nll[:2].tolist() == [0, 0] and actual.tokens.tolist() == [0, 0, 1]
@@ -328,7 +328,7 @@ def test_likelihoods_of_empty_and_of_long_texts(corpus: Path) -> None:
 
 
 def test_text_metrics_equal_values_computed_by_hand() -> None:
-    """The released protocol repeats the flaws of the authors' scripts."""
+    """The released protocol reproduces the flaws of the authors' scripts."""
     texts = ["a b a b a", "c d", "c"]
     assert quality.distinct(texts, 1) == 4 / 8 and quality.distinct(texts, 2) == 3 / 5
     assert [quality.repetition(text, 2) for text in texts] == [2 / 4, 0.0, None]
@@ -369,7 +369,7 @@ def test_intervals_stay_in_the_range_of_their_measure() -> None:
 def test_prefixes_of_any_script_have_as_many_words_as_asked(
     text: str, words: int, prefix: str, tmp_path: Path
 ) -> None:
-    """Where no spaces separate words every character counts, as in ROUGE; marks stay with their letter."""
+    """In scripts without spaces each character is a word, as in ROUGE. Marks stay with their letter."""
     file = tmp_path / "texts.txt"
     file.write_text(f"{text}\n" + "one two three four five\n", encoding="utf-8")
     cut = prefixes.from_file(file, words)
@@ -394,7 +394,7 @@ def test_mauve_reports_its_range_over_cluster_seeds(monkeypatch: pytest.MonkeyPa
 
 
 def test_mauve_between_floor_and_ceiling(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text against itself at the ceiling, GPT-2 XL between, the corpus's words shuffled near the floor."""
+    """A text scores the ceiling against itself, and shuffled words are far below GPT-2 XL."""
     monkeypatch.setattr(quality, "KMEANS", 1)
     path = shared_data / "lm" / "human_vs_gpt2xl" / "xsum.jsonl.zst"
     fields = ("text", "sampled_gpt2_xl")
@@ -421,7 +421,7 @@ WRONG = (
 def test_mistakes_are_one_line(
     corpus: Path, tmp_path: Path, sampled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that are not numbers among them: they give no number."""
+    """Nothing is written for wrong options or for models with NaN weights."""
     (corpus / "long.txt").write_text("the cat sat on the mat " * 40)  # longer than the context
     model, _ = load(tiny_model(corpus / "broken", 5, max_position_embeddings=96))
     with torch.no_grad():
@@ -477,7 +477,7 @@ def test_the_fast_cross_entropies_and_the_temperature_of_an_entropy_are_exact() 
 
 
 class FakeVllm:
-    """Writes on after an end, as an engine that has not been asked to stop there would."""
+    """A stand-in for vLLM that continues after end tokens."""
 
     def __init__(self, model: EvaluatedModel) -> None:
         self.model = model
@@ -504,7 +504,7 @@ class FakeVllm:
 def test_a_text_stops_at_every_end_token_without_containing_it(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, engine: type[Transformers]
 ) -> None:
-    """Ends are taken from all files together, whether or not the tokenizer calls them special."""
+    """End tokens of all files count, whether or not the tokenizer marks them as special."""
     shutil.copytree(corpus / "small", tmp_path / "model")
     request, path = [Request([1, 5, 6], 0)], tmp_path / "model"
     model = EvaluatedModel(str(path))

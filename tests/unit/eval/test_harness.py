@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: its own numbers, through our store, comparisons and reports."""
+"""Tasks of lm-evaluation-harness have its numbers in our store, comparisons and reports."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ TASKS = {
 GROUPS = {
     "rows": (["choice", "shots"], True),
     "halves": (["choice", "few"], False),
-}  # tasks, weighted by size
+}  # tasks, and whether they are weighted by size
 
 
 def write_harness_tasks(directory: Path) -> Path:
-    """lm-eval task files that read rows in `directory` instead of the hub."""
+    """Write lm-eval task files that read rows from `directory` instead of the Hub."""
     directory.mkdir()
     texts = [
         "The film was long.",
@@ -99,7 +99,7 @@ if util.find_spec("lm_eval") is None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models with results on all tasks."""
+    """Return the directory of two models with results on all tasks."""
     root = tmp_path_factory.mktemp("harness")
     patch = pytest.MonkeyPatch()
     patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
@@ -114,7 +114,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def measured(place: Path, tmp_path: Path) -> Path:
-    """Results of both models on the task without an accuracy."""
+    """Return results of both models on a task that has no accuracy."""
     for name in "ab":
         done = command(*evaluation(place / name, f"lm-eval:{place / 'tasks' / 'rolling.yaml'}", tmp_path))
         assert done[0] == ExitCode.DONE, done
@@ -130,7 +130,7 @@ def model_of(place: Path, name: str = "a") -> Model:
 
 
 def own_numbers(place: Path, task: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """lm-eval's results and samples of a task, from its own model and evaluation."""
+    """Return the results and samples of a task from lm-eval's own model and evaluation."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -165,7 +165,7 @@ def test_group(place: Path, group: str) -> None:
 
 
 def test_a_perplexity_is_compared_by_rows(place: Path, measured: Path) -> None:
-    """Model b is better: the test pairs the rows, and the gate follows its direction."""
+    """Model b is better. The test pairs the rows, and the gate knows that lower is better."""
     a, b = read_models([measured])
     values, weights = (
         [[r[key] for r in m.read_records("lm-eval:rolling")] for m in (a, b)] for key in ("value", "weight")
@@ -273,7 +273,7 @@ def test_mistakes(place: Path, tmp_path: Path) -> None:
     for names in (f"lm-eval:{empty}", "lm-eval:none.yaml", "sst2"):
         assert is_mistake("eval", "--model", place / "a", "--tasks", names, "--output_path", tmp_path), names
     known = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
-    with mock.patch.object(tasks, "_manager", return_value=known):  # its own list takes long to read
+    with mock.patch.object(tasks, "_manager", return_value=known):  # reading the list of all tasks is slow
         assert [task.name for task in select_all("lm-eval:mood")] == [
             "lm-eval:choice",
             "lm-eval:few",

@@ -1,4 +1,4 @@
-"""Answers and verdicts: prompts as in training, judges' rules, both orders; win rates and agreement."""
+"""Answers and verdicts: prompts as in training, rules of the judges, win rates and agreement."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write_answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tuned model, questions, a judge whose replies are 1 or 2, two models' answers, one pair alike."""
+    """Write a tuned model, questions, a judge that replies 1 or 2, and answers of two models."""
     root = tmp_path_factory.mktemp("judging")
     tiny_model(root / "tuned", max_position_embeddings=512)
     (root / "tuned" / "export.json").write_text(json.dumps({"step": 9, "tokens": 9, "template": "alpaca/1"}))
@@ -70,12 +70,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = [row | {"output": f"A {row['id']} sees it." * 2} for row in rows]
     other[3]["output"], other[4]["output"] = rows[3]["output"], ""
     write_answers(root / "a.json", rows, "mle")
-    write_answers(root / "b.json", other[::-1], "emo")  # the order of a file does not matter
+    write_answers(root / "b.json", other[::-1], "emo")  # the order of rows in a file is irrelevant
     return root
 
 
 def judge(world: Path, out: Path, *options: object, name: str = "pandalm", expected: int = 0) -> str:
-    """Judge the world's answers under the name v; return what is printed. expected: the exit code."""
+    """Judge the answers as judgement v. Assert the exit code `expected`, and return what is printed."""
     both = ("--a", world / "a.json", "--b", world / "b.json", "--output_path", out, "--name", "v")
     code, messages, err = command("judge", "--judge", name, *both, *options)
     assert code == expected, err
@@ -83,14 +83,14 @@ def judge(world: Path, out: Path, *options: object, name: str = "pandalm", expec
 
 
 def read(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The numbers and the pairs of the judgement v."""
+    """Return the numbers and pairs of judgement v."""
     judgements = out / "judgements"
     return json.loads((judgements / "v.json").read_text()), read_lines(judgements / "v.jsonl")
 
 
 def test_both_orders_count_and_replies_are_reused(world: Path, tmp_path: Path) -> None:
     options = ("--model", world / "judge", "--max_new_tokens", 1)
-    judge(world, tmp_path, *options, expected=2)  # this judge replies by the order alone
+    judge(world, tmp_path, *options, expected=2)  # this judge decides by the order alone
     numbers, rows = read(tmp_path)
     assert [row["id"] for row in rows] == NAMES and numbers["orders"] == 2
     same = rows.pop(3)
@@ -112,7 +112,7 @@ def test_both_orders_count_and_replies_are_reused(world: Path, tmp_path: Path) -
 
 
 def test_a_short_context_cuts_both_answers_to_the_same_length(world: Path, tmp_path: Path) -> None:
-    """A pair that fits, one whose answers are cut, one whose question alone is too long."""
+    """One pair fits, the answers of one are cut, and the question of one is too long."""
     short = tiny_judge(tmp_path / "short", max_position_embeddings=320)
     texts = [("Why?", "No."), ("Tell a tale.", "once " * 200), ("why " * 400, "No.")]
     rows = [{"instruction": question, "output": text} for question, text in texts]
@@ -138,7 +138,7 @@ def exported(
 def test_prompts_are_exported_and_replies_are_read(
     form: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By programs that need keys, which stay there. A's answers always win, once a reply says nothing."""
+    """Other programs write the replies, so no key is stored. A wins, except for an unreadable reply."""
     monkeypatch.setenv("OPENAI_API_KEY", secret := "sk-0123456789abcdefSECRET")
     rows, replies = exported(world, tmp_path, "auto-j", form), []
     for number, row in enumerate(rows):
@@ -206,7 +206,7 @@ def test_replies_identify_their_author(
         body = {"choices": [{"text": "1", "finish_reason": "stop"}]} | ({"model": model} if model else {})
         lines.append({"custom_id": key, "response": {"body": body}} if i % 2 else {"id": key, "reply": "1"})
         lines[-1] |= {"model": model} if model and i % 2 == 0 else {}
-    lines[1] = {"custom_id": lines[1]["custom_id"], "error": {"code": "expired"}}  # a failure names nobody
+    lines[1] = {"custom_id": lines[1]["custom_id"], "error": {"code": "expired"}}  # a failure has no model
     file = write_lines(tmp_path / "r.jsonl", lines)
     if by.split("-")[-1] in ("judge", "judges") and by != "my-judge":
         with refused(by):
@@ -225,7 +225,7 @@ def test_undecided_verdicts_are_not_a_tie(second: str, why: str, world: Path, tm
     assert "no verdict" in next(line for line in out.splitlines() if "judged by" in line)
     page = document(Report([tmp_path]))
     assert "some/m gives no verdict" in page.answer[0] and "no clear difference" not in page.markdown()
-    for reply in replies[:4]:  # two pairs of nine are decided: still more flips than verdicts, but some
+    for reply in replies[:4]:  # two of nine pairs are decided, still fewer than the changed verdicts
         reply["reply"] = "2" if reply["id"].endswith("ba") else "1"
     write_lines(file, replies)
     assert "no verdict" in judge(world, tmp_path, "--replies", file, "--ask_for", "m")
@@ -260,7 +260,7 @@ def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict
 
 
 def test_bad_answers_are_rejected(tmp_path: Path) -> None:
-    """A question in one file only, an id of two questions, two models in a file, no answer."""
+    """Unmatched questions, reused ids, two models in one file and missing answers are rejected."""
     for a, b in (
         ([row(i) for i in range(6)], [row(i) for i in (0, 9)]),
         ([row(1)], [row(1, "Who?")]),
@@ -276,10 +276,10 @@ def test_answers_with_and_without_ids_match_by_their_questions(tmp_path: Path) -
     b = write_answers(tmp_path / "b.json", [row(None, "y", "b"), row(None, "x", None)])
     pairs = pair_answers(a, b)
     assert [(p.question.instruction, p.a, p.b) for p in pairs.rows] == [("x", "a", ""), ("y", "", "b")]
-    assert pairs.a != pairs.b  # of one generator, told apart by the files
+    assert pairs.a != pairs.b  # the generator is the same, so the files give the names
 
 
-# sha256 of the prompts in the judges' repositories (places: `prompts`), taken when they were copied.
+# sha256 of the prompts in the judges' repositories when they were copied to prompts.yaml.
 WORD_FOR_WORD = {
     "auto_j": "351b6608af86df022a86bfffb9d343c3264f7e3a98863fb6a96854e78aa813a6",
     "auto_j_frame": "26cc13c9d66e8f84c45a4a4f8a5bd678e06f670f360ef8fcdd495c1ff44cde33",
@@ -307,7 +307,7 @@ REPLIES: dict[str, dict[str, str | None]] = {
     "auto-j": {
         "... So, the final decision is Response 1.": "a",
         "the final decision is  response 2 because": "b",
-        "final decision is Response 1 ... So, the final decision is Tie.": "tie",  # the last one counts
+        "final decision is Response 1 ... So, the final decision is Tie.": "tie",  # the last verdict counts
         "final decision is Response 1, yet the final decision is neither": None,
         "The final decision: Response 1": None,
     },
@@ -315,7 +315,7 @@ REPLIES: dict[str, dict[str, str | None]] = {
         "1\n\n### Reason: Response 1 is better.\n\n### Reference: x\n": "a",
         "  2\n": "b",
         "</s>tie\nmore": "tie",
-        "1 \n### Reason": None,  # its code compares the whole first line
+        "1 \n### Reason": None,  # PandaLM's code compares the complete first line
         "Response 1": None,
     },
     "alpaca_eval": {
@@ -323,7 +323,7 @@ REPLIES: dict[str, dict[str, str | None]] = {
         "({'model': 'model_2', 'rank': 1}, {'model': 'model_1', 'rank': 2, 'n': -1})": "b",
         "[{'model': 'model_1', 'rank': 3}, {'model': 'model_2', 'rank': 1}]": None,
         "Sure: [{'model': 'model_1', 'rank': 1}]": None,
-        "[{'model': 'model_1', 'rank': __import__('os').getpid()}]": None,  # never run
+        "[{'model': 'model_1', 'rank': __import__('os').getpid()}]": None,  # never executed
         "[" * 50_000: None,
     },
 }
@@ -345,7 +345,7 @@ def outputs(out: Path, name: str = "questions-greedy") -> list[dict[str, Any]]:
 
 
 def test_answers_equal_greedy_decoding_in_the_format_of_alpaca_eval(world: Path, tmp_path: Path) -> None:
-    """Each greedy answer equals a plain argmax loop after BOS and Stanford Alpaca's prompt, written out."""
+    """Each answer equals a plain argmax loop after BOS and Stanford Alpaca's prompt, written out here."""
     assert answer(world, tmp_path, "--max_new_tokens", 6)[0] == 0
     rows = outputs(tmp_path)
     assert [row["instruction"] for row in rows] == [q["instruction"] for q in QUESTIONS]
@@ -366,7 +366,7 @@ def test_answers_equal_greedy_decoding_in_the_format_of_alpaca_eval(world: Path,
 
 @pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
 def test_a_question_is_encoded_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
-    """The ids of a prompt are those before the loss begins in the prepared example."""
+    """A prompt has the ids that come before the loss in the prepared example."""
     directory = tiny_model(tmp_path / "model", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
     (directory / "chat_template.jinja").write_text(CHAT)
     facts = save_tokenizer(world / "tuned", None, tmp_path / "tokenizer")
@@ -401,7 +401,7 @@ def test_templates_are_found_and_mismatches_are_reported(world: Path, tmp_path: 
 
 
 def test_questions_without_room_for_an_answer_are_counted(world: Path, tmp_path: Path) -> None:
-    """One question longer than the context, one that leaves a few tokens: kept, and said."""
+    """A question that exceeds the context has an empty answer. One that nearly does has a short one."""
     file = write_lines(tmp_path / "long.jsonl", [{"text": "why " * n} for n in (300, 90, 1)])
     code, out, _ = answer(world, tmp_path, "--questions", file, "--max_new_tokens", 400)
     rows = outputs(tmp_path, "long-greedy")
@@ -449,8 +449,8 @@ def test_the_sets_are_found_by_name(shared_data: Path) -> None:
 
 # --- win rates and agreement ------------------------------------------------------------------------------
 
-# Files of annotations -> alpaca_eval 0.6.6's own length-controlled win rate of them (its functions
-# make_dmatrix_for_model and fit_LogisticRegressionCV with length_controlled_minimal's formula), in per cent.
+# Length-controlled win rate in per cent of each file of annotations, computed with alpaca_eval 0.6.6 (its
+# make_dmatrix_for_model and fit_LogisticRegressionCV, with the formula of length_controlled_minimal).
 CONTROLLED = {"alpaca-7b": 26.297722, "falcon-7b-instruct": 39.521650, "recycled-wizardlm-7b-v2.0": 50.0}
 
 
@@ -460,14 +460,14 @@ def instruct(shared_data: Path) -> Path:
 
 
 def plain_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows read without any of the project's code."""
+    """Read rows without any code of this project."""
     with zstandard.open(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_alpaca_eval_win_rates(instruct: Path, name: str) -> None:
-    """(n_2 + n_0 / 2) / n of the file, counted here; lengths and the length-controlled rate with it."""
+    """The win rate is (n_2 + n_0 / 2) / n, counted here. Lengths and the controlled rate also agree."""
     path = instruct / "alpaca_eval" / "annotations_gpt4_vs_davinci003" / f"{name}.jsonl.zst"
     rows, (judged,) = plain_rows(path), read_verdicts([path], None, "alpaca_eval")
     actual, n = summarise_judgement(judged, name), Counter(int(row["preference"]) for row in rows)
@@ -475,7 +475,7 @@ def test_alpaca_eval_win_rates(instruct: Path, name: str) -> None:
     assert rate["value"] == pytest.approx((n[2] + n[0] / 2) / len(rows))
     assert rate["low"] < rate["value"] < rate["high"]
     assert [actual["counts"][outcome] for outcome in ("tie", "a", "b")] == [n[0], n[1], n[2]]
-    assert judged.b == rows[0]["generator_2"]  # falcon-7b-instruct's file is of falcon-40b-instruct
+    assert judged.b == rows[0]["generator_2"]  # falcon-7b-instruct's answers are falcon-40b-instruct's
     assert abs(100 * actual["length_controlled"] - CONTROLLED[name]) < 0.01
     assert actual["lengths"]["b"] == pytest.approx(sum(len(r["output_2"]) for r in rows) / len(rows))
 
@@ -501,7 +501,7 @@ def test_pandalm_labels_and_verdicts(instruct: Path, tmp_path: Path) -> None:
 
 
 def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> None:
-    """Its labels with verdicts made up here, as its own script counts: both orders right; both alike."""
+    """As in its script, agreement needs two right verdicts, and consistency needs two equal ones."""
     path = instruct / "auto_j" / "pairwise.jsonl.zst"
     rows, draw = plain_rows(path), random.Random(0)
     straight = [draw.choice([row["label"], 0, 1, 2]) for row in rows]
@@ -519,22 +519,22 @@ def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> No
 
 
 def test_length_control_removes_the_effect_of_length(capfd: pytest.CaptureFixture[str]) -> None:
-    """A judge that only counts characters: the plain rate follows lengths, the controlled one is a half."""
+    """If a judge only counts characters, the plain rate follows length and the controlled rate is 0.5."""
     rng, a = np.random.default_rng(0), np.full(600, 1000)
     b = (1000 + rng.normal(60, 100, 600)).round().astype(int)  # B is longer
     p = 1 / (1 + np.exp(-3 * np.tanh((b - a) / (b - a).std())))
     scores = (rng.random(600) < p).astype(float)
     assert scores.mean() > 0.62
     assert length_controlled(scores.tolist(), a.tolist(), b.tolist()) == pytest.approx(0.5, abs=0.06)
-    assert length_controlled([1.0] * 20, [5] * 20, [5] * 20) is None  # nothing to learn from
-    for score in (0.0, 1.0):  # one side always wins: what liblinear writes does not reach the terminal
+    assert length_controlled([1.0] * 20, [5] * 20, [5] * 20) is None  # nothing can be fitted
+    for score in (0.0, 1.0):  # one side always wins, and warnings of liblinear must not be printed
         actual = length_controlled([score] * 40, range(1, 41), range(40, 0, -1))
         assert actual == pytest.approx(score, abs=1e-3)
     assert capfd.readouterr() == ("", "")
 
 
 def test_kappas_equal_textbook_values() -> None:
-    """Cohen's example of 25 + 25 of 50 applications; Fleiss' table of 10 subjects and 14 raters."""
+    """Cohen's example has 50 applications. Fleiss' table has 10 subjects and 14 raters."""
     first = ["y"] * 25 + ["n"] * 25
     second = ["y"] * 20 + ["n"] * 5 + ["y"] * 10 + ["n"] * 15
     assert results.cohen(first, second) == pytest.approx(0.4)
@@ -551,7 +551,7 @@ def annotations(path: Path, preferences: dict[int, Any]) -> Path:
 
 
 def test_preferences_of_one_and_of_several_files(tmp_path: Path) -> None:
-    """AlpacaEval 2's between 1 and 2: the win rate is their mean; NaN and 7 are unreadable."""
+    """Preferences between 1 and 2, as in AlpacaEval 2, are averaged. Invalid ones are unreadable."""
     values: list[Any] = [1.2, 1.9, 1.5, 0, 2, 1, math.nan, 7, None, "2", True, 10**400]
     file = annotations(tmp_path / "w.jsonl", dict(enumerate(values)))
     actual = summarise_judgement(read_verdicts([file], None, "alpaca_eval")[0], "w")
@@ -570,7 +570,7 @@ def test_preferences_of_one_and_of_several_files(tmp_path: Path) -> None:
 
 
 def keep_judgement(out: Path, b: str, sides: str, text: str = "", questions: str = "") -> None:
-    """Write a judgement with one verdict in both orders per letter: a or b."""
+    """Write a judgement with one pair for each letter. Its verdict is the letter (a or b) in both orders."""
     pairs = [Pair(f"q{i}", Question("", f"{text}ask {i}"), f"A {i}", f"B {i}") for i in range(len(sides))]
     rows = [judged_row(pair, [letter, letter]) for pair, letter in zip(pairs, sides, strict=True)]  # type: ignore[list-item]
     judged = Judged("auto-j", "judge", "mle", b, 2, rows, questions=questions)
@@ -578,7 +578,7 @@ def keep_judgement(out: Path, b: str, sides: str, text: str = "", questions: str
 
 
 def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
-    """The same models on two sets are two judgements; the same ids are not the same questions."""
+    """Models on two sets have two judgements. Questions with equal ids are not the same questions."""
     for i, name in enumerate(("vicuna", "koala")):
         for b in ("emo", "dpo"):
             keep_judgement(tmp_path, b, "ab" * (i + 2), name, name)

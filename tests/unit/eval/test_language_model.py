@@ -1,4 +1,4 @@
-"""A model that is not from Hugging Face can be scored on the tasks, as CONTRIBUTING shows."""
+"""A model that is not from Hugging Face can be scored on the tasks, as described in CONTRIBUTING."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss by position and passkeys, against naive references; resumed, compared and reported."""
+"""Loss by position and passkeys: naive references, resumed measurements, comparison and report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def file(model: Path) -> Path:
-    """Four long texts, one that ends in the last bin, and short ones."""
+    """Write four long texts, one that ends within the last bin, and short ones."""
     long = [" ".join(texts(60, seed)) for seed in range(4)]
     rows = ({"text": text} for text in [*long, long[0][: len(long[0]) // 3], "short", ""])
     return write_lines(model.parent / "long.jsonl", rows)
@@ -85,7 +85,7 @@ def test_passkeys_equal_greedy_generation(model: Path, file: Path, tmp_path: Pat
         prompt, answer = np.split(row["ids"], [-row["answer"]])
         assert tokenizer.decode(answer).strip() == row["gold"]
         whole = network.generate(torch.from_numpy(prompt)[None], max_new_tokens=row["answer"] + 1, **greedy)
-        written = whole[0, len(prompt) :].tolist()  # as an answer it is found
+        written = whole[0, len(prompt) :].tolist()  # used as the answer, it is found
         expected = float(written[-1] not in numbers)
         found = row | {"ids": np.concatenate([prompt, written[:-1]])}
         assert PasskeyTask(file).score_row(job.model, found)["value"] == expected
@@ -121,7 +121,7 @@ def test_a_killed_measure_resumes_and_is_compared_and_reported(
         evaluate(model, tmp_path, PasskeyTask(file), limit=3)
     evaluate(model, tmp_path, PasskeyTask(file), limit=3)
     evaluate(model, tmp_path, PasskeyTask(file), limit=3)
-    assert len(seen) == 12 + 15 - 8  # the first chunk of 8 rows is known
+    assert len(seen) == 12 + 15 - 8  # the first chunk of 8 rows was stored
     monkeypatch.undo()
     tasks = f"positions:{file},passkey:{file}"
     other = tiny_model(tmp_path / "other", seed=1, max_position_embeddings=LONGEST)
@@ -147,5 +147,5 @@ def test_what_cannot_be_measured_is_refused(model: Path, file: Path, tmp_path: P
         evaluate(model, tmp_path, PositionTask(short))
     with refused("context"):
         evaluate(model, tmp_path, PasskeyTask(short), max_tokens=200)
-    result, _ = evaluate(model, tmp_path, PasskeyTask(short), max_tokens=600, limit=1)  # beyond the context
+    result, _ = evaluate(model, tmp_path, PasskeyTask(short), max_tokens=600, limit=1)  # exceeds the context
     assert [part["label"] for part in result["lengths"]] == ["256 tokens", "512 tokens", "all"]

@@ -1,4 +1,4 @@
-"""`eval --on`: what Slurm and Kubernetes are given, and that parts give the results of one command."""
+"""`eval --on`: the jobs for Slurm, Kubernetes and Ray, whose parts give the results of one command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SBATCH = '#!/bin/sh\necho "$@" >> "$STAND_IN_CALLS"\nwc -l < "$STAND_IN_CALLS"\n
 
 
 def options(world: Path, out: Path, *more: str) -> list[str]:
-    """Return a command line without demonstrations, which would need a sentence model."""
+    """Return a command line without demonstrations, because they need a sentence model."""
     words = ["eval", "--model", f"{world}/model", "--tasks", "trec,sst2", "--data", f"{world}/data"]
     return [*words, "--num_fewshot", "0", "--output_path", str(out), *more]
 
@@ -31,7 +31,7 @@ def results(out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of one command."""
+    """Return the results of a single command."""
     out = tmp_path_factory.mktemp("alone")
     assert command(*options(world, out))[0] == 0
     assert len(results(out)) == 2 and not (out / "report.html").exists()
@@ -59,7 +59,7 @@ def test_the_jobs_of_slurm_give_the_same_results(
     assert command("eval", *words, "--shard", "0/2")[0] == 0
     code, _, error = command("eval", *words, "--limit", "4", "--finish")  # other settings
     assert code == 2 and "[not-shared]" in error
-    (out / "report.html").unlink()  # of the last part
+    (out / "report.html").unlink()  # written by the last part
     slurm = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
     job = ["bash", "launch/slurm/eval.sbatch", *words, "--finish"]
     subprocess.run(job, cwd=REPO, env=os.environ | slurm, check=True, capture_output=True)

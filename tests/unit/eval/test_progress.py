@@ -1,4 +1,4 @@
-"""Progress: no long piece of work is silent, on a terminal or elsewhere."""
+"""All long work shows progress, on a terminal or elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emo.eval import cli
 def test_long_work_shows_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the innermost piece speaks, with the time left; short work says nothing."""
+    """Only the innermost activity prints, with the time left. Short work prints nothing."""
     monkeypatch.setattr(progress, "QUIET", 0.05)
     with progress.show_activity("outer"), progress.show_activity("inner", 40, "text") as advance:
         advance(20)

@@ -1,4 +1,4 @@
-"""Models side by side: what is compared or refused, gates on stored results, and the report."""
+"""Comparisons of models, gates on stored results, and the report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_clear_regression_is_detected(tmp_path: Path) -> None:
 
 
 def test_results_under_different_conditions_are_not_compared(tmp_path: Path) -> None:
-    """Gold labels are the same, and yet other texts or settings were asked."""
+    """The gold labels are the same, but the settings differ."""
     a = fabricated(tmp_path, "a", {"sst2": GOOD, "trec": GOOD})
     fabricated(tmp_path, "b", {"sst2": GOOD})
     write_result(tmp_path, "b", "trec", GOOD, unheard_of=1)
@@ -55,7 +55,7 @@ def test_results_under_different_conditions_are_not_compared(tmp_path: Path) -> 
 
 
 def test_a_view_that_differs_from_the_sealed_result_is_skipped(tmp_path: Path) -> None:
-    """A file that is easily edited must not say anything else than the store, which is not."""
+    """The view is easily edited and the store is not, so they must agree."""
     for name in "ab":
         fabricated(tmp_path, name, {"sst2": [True] * 10, "trec": [True, False] * 5})
     path = tmp_path / "models" / "b" / "trec.json"
@@ -66,12 +66,12 @@ def test_a_view_that_differs_from_the_sealed_result_is_skipped(tmp_path: Path) -
     path.write_text(json.dumps(view | {"result": view["result"] | {"accuracy": 0.9}}))
     code, _, err = command("compare", "a", "b", "--results", tmp_path)
     assert code == 0 and f"skipped {path}" in err
-    sealed.write_text("{")  # what is damaged itself cannot contradict
+    sealed.write_text("{")  # a damaged result cannot contradict a view
     assert "trec" in read_models([tmp_path])[1].results
 
 
 def test_a_gate_considers_only_the_named_tasks(tmp_path: Path) -> None:
-    """Neither the regressions of others nor their absence; one that cannot fail is a mistake."""
+    """Results of other tasks may be worse or missing. A gate that cannot fail is a mistake."""
     fabricated(tmp_path, "base", {"sst2": GOOD, "trec": GOOD, "mr": GOOD})
     fabricated(tmp_path, "new", {"sst2": BAD, "trec": GOOD})
     gate, drop = "--fail_on_regression", "--max_drop"
@@ -84,7 +84,7 @@ def test_a_gate_considers_only_the_named_tasks(tmp_path: Path) -> None:
 
 
 def test_prompts_that_lost_demonstrations_are_the_first_line_and_fail_gates(tmp_path: Path) -> None:
-    """0-shot beside 8-shot is no comparison; where both lost the same, it is one that says so."""
+    """If the models lost different demonstrations, the gate fails. If both lost the same, a line says so."""
     for name, lost in (("long", [0] * 40), ("short", [8] * 12 + [0] * 28), ("same", [8] * 12 + [0] * 28)):
         write_model(tmp_path, name)
         write_result(tmp_path, name, "sst2", GOOD if name != "short" else BAD, title="SST-2", lost=lost)
@@ -109,7 +109,7 @@ TASKS = "sst2,mmlu"
 
 @pytest.fixture(scope="module")
 def evaluated(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of two runs, one at two steps, with training logs and sampled text."""
+    """Evaluate two runs, one of them at two steps, with training logs and sampled text."""
     root = tmp_path_factory.mktemp("report")
     for objective, step in (("mle", 100), ("mle", 200), ("emo", 200)):
         run, name = root / "runs" / objective, f"{objective}-{step}"
@@ -133,7 +133,7 @@ def evaluated(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_report_of_real_evaluations(evaluated: Path, tmp_path: Path) -> None:
-    """Its sections, three formats with the same numbers, and the spread over seeds."""
+    """The report has all sections, the same numbers in three formats, and the spread over seeds."""
     runs = [f"--run={o}-200={evaluated / 'runs' / o}" for o in ("mle", "emo")]
     options = [*runs, "--notice", "Toy <b>.", "--repeats", "both=emo-200,mle-200"]
     assert command("report", evaluated / "out", "--output_path", f"{tmp_path}/", *options)[0] == 0
@@ -159,7 +159,7 @@ def test_the_report_of_real_evaluations(evaluated: Path, tmp_path: Path) -> None
 
 
 def test_a_regression_has_an_exit_code(world: Path, evaluated: Path) -> None:
-    """A baseline that does not exist is a mistake before any work."""
+    """A baseline that does not exist is rejected before any work."""
     models = Report([evaluated / "out"]).models
     means = {m.name: np.mean([result["accuracy"] for result in m.results.values()]) for m in models}
     best, worst = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
@@ -179,13 +179,13 @@ def test_a_regression_has_an_exit_code(world: Path, evaluated: Path) -> None:
 
 
 def written(out: Path, **options: Any) -> tuple[Page, str, dict[str, Any]]:
-    """(page, Markdown, JSON) of a report on everything in `out`."""
+    """Return page, Markdown and JSON of a report on all results in `out`."""
     report = document(Report([out], **options))
     return Page(report.html()), report.markdown(), json.loads(report.json())
 
 
 def models(out: Path, **shares: Any) -> None:
-    """Leave models by name: the share of 40 rows that are right, or (share, facts)."""
+    """Write models by name. A value is the share of 40 rows that are right, or (share, facts)."""
     for name, value in shares.items():
         share, facts = value if isinstance(value, tuple) else (value, {})
         write_model(out, name, **facts)
@@ -205,7 +205,7 @@ def test_a_base_that_was_not_evaluated_is_not_guessed(tmp_path: Path) -> None:
 
 
 def test_models_are_compared_with_the_models_they_were_trained_from(tmp_path: Path) -> None:
-    """With each stage before, and with MLE from the same origin; no others, unless they are chosen."""
+    """The default baselines are all earlier stages, and MLE from the same origin."""
     stages = {"base": 0.3, "cpt": (0.5, trained("emo", "models/base", "cpt"))}
     stages |= {o: (0.7, trained(o, "runs/cpt/export")) for o in ("mle", "emo")}
     other = {"big": 0.6, "big_mle": (0.9, trained("mle", "models/big", "b"))}
@@ -228,7 +228,7 @@ def test_models_are_compared_with_the_models_they_were_trained_from(tmp_path: Pa
 
 
 def test_the_report_shows_text_errors_and_damaged_files(tmp_path: Path) -> None:
-    """Text under the name of its model, scored or not, unless it is of other weights."""
+    """Sampled text is shown with or without scores of its model, but not if it is from other weights."""
     models(tmp_path, a=0.5, b=0.5)
     write_model(tmp_path, "unscored")
     write_result(tmp_path, "a", "sst2", [True, True, False, True])
@@ -246,5 +246,5 @@ def test_the_report_shows_text_errors_and_damaged_files(tmp_path: Path) -> None:
     chunk.write_text(chunk.read_text()[:100])
     text = document(Report([tmp_path])).html()
     assert [f"{name} upon" in text for name in weights] == [True, True, False]
-    assert "Data row 4: a, answered b" in text  # the third of every second row
+    assert "Data row 4: a, answered b" in text  # the id of the third row
     assert f"trec, b against a: {chunk.parent}" in text

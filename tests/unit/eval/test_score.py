@@ -1,4 +1,4 @@
-"""The scorer: OpenICL's decisions and scores, whatever the layout, architecture, budget or task."""
+"""The scorer gives OpenICL's decisions and scores for any layout, architecture, budget or task."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def recorded(
 
 
 def worst_difference(*sides: list[Record]) -> float:
-    """Largest difference of OpenICL's perplexity between two evaluations."""
+    """Return the largest difference of OpenICL's perplexities between two evaluations."""
     first, second = (np.array([record["scores"]["openicl_ppl"] for record in side]) for side in sides)
     return float(np.abs(first - second).max())
 
 
 @pytest.mark.parametrize("name", ["mmlu", "trec"])
 def test_predictions_and_scores_equal_those_of_openicl(name: str, world: Path, tiny: EvaluatedModel) -> None:
-    """Same predictions on every row, scores within 1e-5."""
+    """Predictions are the same on every row, and scores differ by less than 1e-5."""
     task, draw = load_task(name), np.random.default_rng(5).choice
     rows = load_data(task, str(world / "data")).rows
     indices = [draw(len(rows["train"]), 2, replace=False).tolist() for _ in rows["test"]]
@@ -67,7 +67,7 @@ WORDS = {"bad": "bad", "good": "wonderfully good"}
 
 
 def toy(test: list[str]) -> tuple[Task, dict[str, list[Row]]]:
-    """Return a task of two labels, one of them long, and its rows: LONG is the pool."""
+    """Return a task of two labels, one of them long, and its rows. The pool is LONG."""
     spec = {
         "title": "toy",
         "input": {"text": "text"},
@@ -88,7 +88,7 @@ def toy(test: list[str]) -> tuple[Task, dict[str, list[Row]]]:
 def test_the_mean_of_a_label_is_over_all_of_its_tokens(
     words: tuple[str, ...], limit: int | None, tiny: EvaluatedModel
 ) -> None:
-    """Also where labels begin alike, or one is the beginning of another: no average is over nothing."""
+    """Labels may share a beginning, or one may begin another. No mean is over zero tokens."""
     spec = {
         "title": "toy",
         "input": {"text": "text"},
@@ -129,7 +129,7 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
     ours = recorded(model, task, rows, indices, max_tokens=limit, faithful=True)
     assert [r["prediction"] for r in ours] == [r["prediction"] for r in openicl]
     assert worst_difference(ours, openicl) < 1e-5
-    # Without the switch the fault is gone, so the two must differ somewhere: the test can fail.
+    # Scores without the fault must differ somewhere, so that this test can fail.
     assert worst_difference(recorded(model, task, rows, indices, max_tokens=limit), openicl) > 1e-4
 
 
@@ -142,7 +142,7 @@ def test_labels_share_demonstrations_and_are_never_cut(limit: int, tiny: Evaluat
     samples = builder.build(rows["test"], indices)
     for sample, target in zip(samples, indices, strict=True):
         assert max(len(ids) for ids in sample.ids) <= limit
-        assert sample.demonstrations == target[: len(sample.demonstrations)]  # the farthest went first
+        assert sample.demonstrations == target[: len(sample.demonstrations)]  # the farthest go first
         for label, ids in zip(task.labels, sample.ids, strict=True):
             assert tokenizer.decode(ids).endswith(f"It is {WORDS[label]}.")
         if sample.cut:
@@ -150,7 +150,7 @@ def test_labels_share_demonstrations_and_are_never_cut(limit: int, tiny: Evaluat
             for ids, prompt in zip(sample.ids, sample.prompts, strict=True):
                 whole = tokenizer(prompt).input_ids
                 assert ids.tolist() == whole[:1] + whole[1 + sample.cut :]
-        elif sample.dropped:  # one more demonstration would not have fitted
+        elif sample.dropped:  # one more demonstration would not fit
             ice = builder.render_demonstrations(target[: len(sample.demonstrations) + 1])
             longer = [tokenizer(builder.prompt(sample.row, ice, label)).input_ids for label in task.labels]
             assert max(map(len, longer)) > limit
@@ -165,7 +165,7 @@ def test_the_smallest_score_wins_the_first_at_a_tie_and_never_by_nan() -> None:
 
 
 def random_items(vocab: int, count: int, seed: int = 0, shared: int = 0) -> list[Item]:
-    """Items of many shapes: one label or seven, empty and long tails; `shared` tokens in common."""
+    """Return items with 1 to 7 labels of 0 to 4 tokens, and `shared` tokens in common."""
     rng = np.random.default_rng(seed)
     start = rng.integers(3, vocab, shared)
     items = []
@@ -177,7 +177,7 @@ def random_items(vocab: int, count: int, seed: int = 0, shared: int = 0) -> list
 
 
 def check(scorer: PrefixScorer, items: list[Item]) -> None:
-    """Compare with whole prompts, one at a time."""
+    """Compare the scores with those of complete prompts, one at a time."""
     for item, score in zip(items, scorer.score(items), strict=True):
         p = len(item.prefix)
         tails = [
@@ -195,7 +195,7 @@ def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: Eva
     check(PrefixScorer(tiny.model, budget), items)
     [(members, context)] = groups(items)
     assert members == list(range(20))
-    assert context >= shared - 1 if shared > 32 else context == 0  # where it is worth a pass of its own
+    assert context >= shared - 1 if shared > 32 else context == 0  # only if a separate pass is worthwhile
 
 
 @pytest.mark.parametrize("way", [TREE, ROWS, FORWARD])
@@ -215,7 +215,7 @@ def test_every_method_skips_tokens_reports_progress_and_rejects_nan(way: str, ti
 
 @pytest.mark.parametrize(("shared", "budget"), [(0, 512), (300, 1500)])
 def test_no_batch_exceeds_the_budget(shared: int, budget: int, tiny: EvaluatedModel) -> None:
-    """Padding and cached context count, so memory is bounded by the budget; batches are of like length."""
+    """Padding and cached context count, so the budget limits memory. Batches have similar lengths."""
     items = random_items(384, 200, shared=shared)
     lengths = {i: item.fed - shared for i, item in enumerate(items)}
     parts = list(batches(lengths, budget, torch.device("cpu"), shared))
@@ -234,26 +234,26 @@ ARCHITECTURES = (
     "gpt2", "opt", "qwen3", "gemma2", "mistral", "gpt_neo", "bloom", "cohere", "granite", "mixtral",
     "mamba", "jamba", "recurrent_gemma",
 )  # fmt: skip
-# Windows, distances instead of positions, and recurrences do not see the tree as prompts side by side.
+# Windows, distances instead of positions, and recurrences cannot treat a tree as separate prompts.
 ROW_BY_ROW = {"gemma2", "mistral", "gpt_neo", "bloom", "mamba", "jamba", "recurrent_gemma"}
 
 
 def random_model(kind: str, **config: Any) -> Any:
-    """Return a random model of a family with 384 tokens and room for long prompts."""
+    """Return a random model of a family with 384 tokens and a context of 512."""
     room = {"max_position_embeddings": 512, "n_positions": 512, "max_seq_len": 512}
-    layers = {"num_hidden_layers": 3} if kind == "recurrent_gemma" else {}  # the third one attends
+    layers = {"num_hidden_layers": 3} if kind == "recurrent_gemma" else {}  # the third has attention
     return family(kind, **({"vocab_size": 384} | room | layers | config))
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_the_scorer_equals_the_forward_of_every_architecture(kind: str) -> None:
-    """Sharing where the model honours it, whole prompts where it does not; the right numbers either way."""
+    """The method shares prefixes if the model supports it, and uses full rows otherwise."""
     messages: list[str] = []
     scorer = PrefixScorer(random_model(kind), say=messages.append)
     check(scorer, random_items(384, 8))
     check(scorer, random_items(384, 6, shared=50))
     assert scorer.method == (ROWS if kind in ROW_BY_ROW else TREE)
-    assert bool(messages) == (scorer.method != TREE)  # slower methods are reported
+    assert bool(messages) == (scorer.method != TREE)  # slower methods log a message
 
 
 def test_logits_that_the_configuration_does_not_describe_are_those_of_the_model() -> None:
@@ -265,7 +265,7 @@ def test_logits_that_the_configuration_does_not_describe_are_those_of_the_model(
 
 
 def test_a_fault_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that no option names, longer than the probe at the start. Families may do anything."""
+    """A window that no option names is longer than the probe at the start. Any family may have one."""
     model = random_model("llama")
     body, window = type(model.model), 100
     forward = body.forward
@@ -285,7 +285,7 @@ def test_a_fault_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.M
 
 
 def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> None:
-    """Dynamic rotary scaling changes every prompt of a batch that holds a long one."""
+    """Dynamic RoPE changes every prompt of a batch that contains a long one."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     scorer = PrefixScorer(random_model("llama", max_position_embeddings=32, rope_parameters=rope))
     assert scorer.method == FORWARD
@@ -298,7 +298,7 @@ def test_a_token_outside_the_embeddings_is_rejected() -> None:
 
 
 def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedModel) -> None:
-    """Also where a long query after its label is cut at its end."""
+    """A long text after the label is cut at its end."""
     task, tokenizer = load_task("sst2"), tiny.tokenizer
     texts = [f"it is film {i}" for i in range(8)] + [" ".join(LONG)]
     rows = [{"text": text, "label": task.labels[i % 2]} for i, text in enumerate(texts)]
@@ -312,7 +312,7 @@ def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedMo
         assert (excess > 0) == (row == 8)
         for k, label in enumerate(task.labels):
             before = tokenizer(f"{ice}It is {label}").input_ids
-            assert ids[k][: len(before)] == before  # the label ends where a token does
+            assert ids[k][: len(before)] == before  # the label ends at the end of a token
             nll = naive_nll(tiny.model, ids[k][: len(ids[k]) - excess])
             assert actual[row, k] == pytest.approx(nll[len(before) - 1 :].sum(), rel=1e-5)
 

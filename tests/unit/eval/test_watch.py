@@ -1,6 +1,6 @@
-"""Watching a run: every complete checkpoint exactly once, no other ever; gates, exports, scheduler files.
+"""Watching a run: each complete checkpoint is evaluated once. Also gates, exports and scheduler files.
 
-EVAL_CRASHES sets the number of crashes (6).
+EVAL_CRASHES sets the number of crashes (default: 6).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GOOD, BAD = [True] * 40, [True] * 10 + [False] * 30
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of several steps."""
+    """Write the models of several steps."""
     root = tmp_path_factory.mktemp("watch")
     for step in range(STEPS):
         tiny_model(root / f"{step}", seed=step, num_hidden_layers=1)
@@ -63,14 +63,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """A run directory that fills with the models' checkpoints, and what watches it."""
+    """A run directory that receives the models as checkpoints, and its watcher."""
 
     def __init__(self, path: Path, models: Path, data: Path) -> None:
         self.path, self.models, self.data = path, models, data
         path.mkdir()
 
     def write_partial(self, step: int) -> Path:
-        """A checkpoint as the trainer leaves it before it is complete."""
+        """Write a checkpoint as the trainer does before it is complete."""
         partial = partial_directory(self.path, step)
         shutil.copytree(self.models / f"{step}", partial / HF)
         (partial / "state").mkdir()
@@ -86,11 +86,11 @@ class Run:
         return [checkpoint.publish(self.path, step) for step in steps]
 
     def watch(self, *options: object) -> int:
-        """The exit code of one pass."""
+        """Return the exit code of one pass."""
         return self.shown(*options)[0]
 
     def shown(self, *options: object) -> tuple[int, str]:
-        """Its exit code and what it prints."""
+        """Return the exit code of one pass, and what it prints."""
         arguments = ["watch", self.path, "--once", "--tasks", "sst2", "--data", self.data, *options]
         return command(*arguments)[:2]
 
@@ -116,7 +116,7 @@ def before_each(patch: pytest.MonkeyPatch, hook: Any) -> None:
 
 
 def _loop(run: Run, log: Path, count: int) -> None:
-    """A watcher that stays until `count` checkpoints are done."""
+    """Watch until `count` checkpoints are done."""
     log_chunks(log)
     watch = run.watcher()
     while len(run.done) < count:
@@ -126,7 +126,7 @@ def _loop(run: Run, log: Path, count: int) -> None:
 
 @pytest.mark.slow
 def test_two_crashing_watchers_evaluate_every_checkpoint_once(run: Run, tmp_path: Path) -> None:
-    """Checkpoints appear while two watchers work and are killed and started again at random."""
+    """Two watchers are killed and restarted at random while checkpoints appear."""
     log, rng = tmp_path / "log", random.Random(1)
     crashes, steps = 0, list(range(STEPS))
     workers: list[Any] = [None, None]
@@ -152,15 +152,15 @@ def test_two_crashing_watchers_evaluate_every_checkpoint_once(run: Run, tmp_path
     assert {mark["state"] for mark in marks.values()} == {"evaluated"}
     scored = [line.split()[0] for line in log.read_text().splitlines()]
     assert set(scored) == set(marks)
-    assert len(scored) <= STEPS + CRASHES  # again only what a crash cut off
+    assert len(scored) <= STEPS + CRASHES  # only interrupted evaluations are repeated
     model = EvaluatedModel(str(run.models / str(STEPS - 1)))
     alone = Job(model, Settings(data=str(run.data)), tmp_path / "alone").run(select_tasks("sst2")[0])
     view = run.path / "eval" / "models" / f"run-step-{STEPS - 1:06d}" / "sst2.json"
-    assert json.loads(view.read_text())["result"] == alone  # its own model's
+    assert json.loads(view.read_text())["result"] == alone  # the result belongs to its model
 
 
 def test_the_final_export_is_evaluated_again_when_it_is_replaced(run: Run) -> None:
-    run.complete(run.write_partial(5))  # not renamed yet: no checkpoint
+    run.complete(run.write_partial(5))  # not renamed yet, so not a checkpoint
     assert find_targets(run.path) == [] and run.watcher().run_once() == 0
     run.publish(3)
     watch = run.watcher()
@@ -174,7 +174,7 @@ def test_the_final_export_is_evaluated_again_when_it_is_replaced(run: Run) -> No
 
 
 def test_training_receives_the_accuracy_of_each_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each checkpoint, of one setting whichever tasks are watched with it, none for the export."""
+    """Each checkpoint has a line per task, with a setting that ignores other tasks. The export has none."""
     run.publish(1, 2)
     shutil.copytree(run.models / "3", run.path / "export")
     assert run.watch() == 0
@@ -192,7 +192,7 @@ def test_training_receives_the_accuracy_of_each_checkpoint(run: Run, monkeypatch
     def fail(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(watch_module, "append_scores", fail)  # does not affect the evaluation
+    monkeypatch.setattr(watch_module, "append_scores", fail)  # a failure does not affect the evaluation
     run.publish(5)
     assert run.watch() == 0
 
@@ -211,9 +211,7 @@ def test_checkpoints_without_an_export_are_named(run: Run) -> None:
 
 
 def test_a_trainer_checkpoint_is_evaluated_when_it_stops_changing(run: Run) -> None:
-    """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest.
-    One that stays cut short has failed, so that `--until_finished` can end; what is written again counts.
-    """
+    """Without a marker, complete files must stop changing. One that stays incomplete fails until then."""
     name, path = "run-checkpoint-5", run.path / "checkpoint-5"
     shutil.copytree(run.models / "5", path)
     weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
@@ -244,7 +242,7 @@ def test_a_trainer_checkpoint_is_evaluated_when_it_stops_changing(run: Run) -> N
 
 
 def test_changed_tasks_settings_or_rows_are_evaluated_again(run: Run, tmp_path: Path) -> None:
-    """A mark counts for what it was made with."""
+    """A mark is valid only for the tasks, settings and rows of its evaluation."""
     run.data = write_tasks(tmp_path / "data", ["sst2", "trec"], train=20, test=8)
     run.publish(3)
 
@@ -259,15 +257,15 @@ def test_changed_tasks_settings_or_rows_are_evaluated_again(run: Run, tmp_path: 
 
 
 def test_a_bad_checkpoint_does_not_block_the_others(run: Run, tmp_path: Path) -> None:
-    """It is marked, the others are evaluated and reported, an exit code tells; missing data mark none."""
+    """A bad checkpoint is marked as failed, and the others are evaluated. Missing data mark none."""
     run.publish(3)
     assert run.watch("--data", tmp_path / "nowhere") == ExitCode.MISTAKE and not run.done
-    partial = run.write_partial(6)  # complete, and yet not a model
+    partial = run.write_partial(6)  # complete, but not a valid model
     (partial / "hf" / "config.json").write_text('{"model_type": "llama", "hidden_size": 48}')
     run.complete(partial)
     checkpoint.publish(run.path, 6)
     run.publish(7)
-    for count in (2, 0):  # not tried again, and not forgotten
+    for count in (2, 0):  # not tried again, but still reported
         code, out = run.shown()
         assert code == ExitCode.FAILURE and f"{count} evaluated" in out.splitlines()[-1] and "1 failed" in out
     assert [mark["state"] for mark in run.done.values()] == ["evaluated", "failed", "evaluated"]
@@ -290,7 +288,7 @@ def test_a_transient_failure_is_retried(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_checkpoint_may_be_pruned_meanwhile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer may delete a checkpoint at any moment: hard links keep the files until the end."""
+    """The trainer may delete a checkpoint at any time. Hard links keep its files until the end."""
     steps = run.publish(3, 4)
     listed = find_targets(run.path)
     before_each(monkeypatch, lambda model: [checkpoint.remove(step) for step in steps])
@@ -300,7 +298,7 @@ def test_a_checkpoint_may_be_pruned_meanwhile(run: Run, monkeypatch: pytest.Monk
 
 
 def test_a_gate_is_repeatable(run: Run) -> None:
-    """The models that watchers evaluated are gone. Without all results there is no verdict."""
+    """A gate uses stored results, after the models are gone. Incomplete results are a mistake."""
     out = run.path / "eval"
 
     def gated() -> int:
@@ -320,9 +318,7 @@ def test_a_gate_is_repeatable(run: Run) -> None:
 
 
 def test_every_checkpoint_is_exported_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between evaluation and export, and run again: everything is there, nothing twice, no row scored
-    again. An export that fails stops nothing.
-    """
+    """A later pass completes a killed or failed export without scoring again. Failures stop nothing."""
     names, scored = ["run-step-000003", "run-step-000004"], list[str]()
     run.publish(3, 4)
     options = [f"--export=lm-eval={tmp_path / 'to'}", f"--export=hf={tmp_path / 'hf'}"]
@@ -356,7 +352,7 @@ SCRIPT = REPO / "launch/slurm/evaluate.sbatch"
 
 
 def test_slurm_requeues_only_transient_failures(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands, which write down how they were called."""
+    """Stand-ins for Slurm's commands record their calls."""
     log, script = tmp_path / "calls", tmp_path / "slurm_script"
     for name, body in (
         ("srun", 'exit "$SRUN_CODE"'),
@@ -365,11 +361,11 @@ def test_slurm_requeues_only_transient_failures(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    # The script puts the checkout's own environment first; the stand-ins must win.
+    # The script puts the checkout's environment first in PATH, but the stand-ins must be found first.
     script.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
 
     def slurm(code: int, run: Path = tmp_path, **environment: str) -> tuple[int, list[str]]:
-        """The script's exit code where srun's is `code`, and what it asked of Slurm."""
+        """Return the script's exit code after `code` of srun, and its calls of Slurm's commands."""
         log.write_text("")
         environment |= {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -384,12 +380,12 @@ def test_slurm_requeues_only_transient_failures(tmp_path: Path) -> None:
         return f"sbatch --begin=now+20minutes {SCRIPT} {run} {tmp_path} --tasks sst2"
 
     assert slurm(ExitCode.FAILURE) == (1, ["scontrol requeue 7"])
-    assert slurm(ExitCode.FAILURE, SLURM_RESTART_COUNT="5") == (1, [])  # not for ever
+    assert slurm(ExitCode.FAILURE, SLURM_RESTART_COUNT="5") == (1, [])  # the number of requeues is limited
     assert slurm(ExitCode.MISTAKE) == slurm(ExitCode.MISTAKE, EVERY="20") == (2, [])
-    assert slurm(ExitCode.FAILURE, EVERY="20") == (1, [again(tmp_path)])  # the next pass tries again
-    early = tmp_path / "not-yet"  # training has not begun: a pass without work, and another one after it
+    assert slurm(ExitCode.FAILURE, EVERY="20") == (1, [again(tmp_path)])  # the next pass retries
+    early = tmp_path / "not-yet"  # before training: a pass without work, followed by another
     assert slurm(ExitCode.MISTAKE, early, EVERY="20") == (0, [again(early)])
-    store.replace(tmp_path / "eval/watch/done" / f"{tmp_path.name}.json", "{}")  # of the final export
+    store.replace(tmp_path / "eval/watch/done" / f"{tmp_path.name}.json", "{}")  # the final export is done
     assert slurm(ExitCode.DONE, EVERY="20") == (0, [])
 
 
@@ -407,5 +403,5 @@ def test_kubernetes_uses_existing_options(name: str) -> None:
     text = (REPO / "launch/k8s/base" / name).read_text()
     flags = set(re.findall(r"--[a-z_]+", text))
     assert {"--data"} < flags <= options("watch") and "$EVALUATE" in text
-    codes = f"values: [{ExitCode.MISTAKE:d}, {ExitCode.REGRESSION:d}]"  # all others are tried again
+    codes = f"values: [{ExitCode.MISTAKE:d}, {ExitCode.REGRESSION:d}]"  # all other codes are retried
     assert re.search(rf"action: FailJob.*\n *onExitCodes: {{ operator: In, {re.escape(codes)} }}", text)

@@ -1,4 +1,4 @@
-"""Experiment files: expansion, choice on development data, and what is refused before the first run."""
+"""Experiment files: expansion, choice on development data, and errors before the first run."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def small_sweep(root: Path, late: dict[str, Any], **changes: Any) -> Sweep:
     ],
 )
 def test_errors_of_late_runs_are_found_first(tmp_path: Path, late: dict[str, Any], local: bool) -> None:
-    """Files must be there only where the runs are."""
+    """Missing files are errors only on the host that does the runs."""
     if local:
         check_runs(small_sweep(tmp_path, late), local=False)
     with pytest.raises(UserError, match=r"late-1: .*"):

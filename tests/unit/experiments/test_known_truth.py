@@ -1,4 +1,4 @@
-"""Known truths: fixed points in closed form, a learner that finds them; an oracle's corpus."""
+"""Known truths: fixed points in closed form, a learner that finds them, and the corpus of an oracle."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def test_a_geometric_truth_has_the_expected_entropy_and_geometry(
     entropy = -torch.special.xlogy(truth.rows, truth.rows).sum(-1)
     assert (entropy - 0.5 * math.log(60)).abs().max() < 1e-6
     assert torch.allclose(truth.contexts @ truth.rows, truth.contexts, atol=1e-9)
-    # expected cost between two draws of the same context, against draws of any context
+    # expected cost between draws of the same context, relative to draws of any context
     costs = CostOperator(truth.embedding)
     within = (truth.rows * costs.apply(truth.rows)).sum(-1) @ truth.contexts
     marginal = truth.contexts @ truth.rows
     across = marginal @ costs.apply(marginal)
-    spread = within / (1 - (truth.rows**2).sum(-1) @ truth.contexts)  # draws of two different tokens
+    spread = within / (1 - (truth.rows**2).sum(-1) @ truth.contexts)  # given two different tokens
     assert low < spread / across < high
 
 
 def test_the_proper_score_has_the_gradient_of_its_definition_and_its_fixed_point_is_the_truth() -> None:
-    """... m + 5 |E'q - e_y|^2, averaged over targets and differentiated by autograd."""
+    """The score is m + 5 |E'q - e_y|^2, averaged over targets and differentiated by autograd."""
     truth, q = truths(2)
     embedding = nn.functional.normalize(
         torch.randn(V, 6, dtype=torch.float64, generator=generator(1)), dim=-1
@@ -74,7 +74,7 @@ def sample(size: int, draws: int, runs: int = 4) -> tuple[list[bigram.Truth], bi
 
 
 def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
-    """The error of counts is (parameters) / (2 N) nats; the learner stays within a factor of it."""
+    """Counts have an error of (parameters) / (2 N) nats. The learner stays within five times that."""
     errors = []
     for draws in (160, 1_600, 16_000):
         languages, counts = sample(12, draws)
@@ -88,7 +88,7 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
 
 @pytest.mark.slow
 def test_compiled_gradients_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced as by the compiler. No code is generated, which would take most of the time."""
+    """The compiler only traces the gradient, because generating code would take most of the time."""
     compile_gradient = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", compile_gradient)
     monkeypatch.setattr(contestants, "_gradient", functools.cache(contestants._gradient.__wrapped__))
@@ -128,7 +128,7 @@ PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"
 def test_cells_are_repeated_if_code_or_parameters_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each change of the study's code, a plug-in, a parameter or a share makes its cell anew."""
+    """Each change of the study's code, a plug-in, a parameter or a share repeats its cell."""
     plugin, measured = tmp_path / "plugin.py", []
     plugin.write_text(PLUGIN.format(1.0))
     contestants = {"mle": {"name": "mle"}, "mine": {"name": f"{plugin}:scaled"}}
@@ -152,7 +152,7 @@ def test_cells_are_repeated_if_code_or_parameters_change(
     assert [run(), run()] == [5, 5]
 
 
-TOKENS = "12"  # of a text at most
+TOKENS = "12"  # limit of each text
 
 
 def sampled(root: Path, texts: int) -> int:
@@ -162,7 +162,7 @@ def sampled(root: Path, texts: int) -> int:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models with one tokenizer, and a corpus of the first."""
+    """Write two models with the same tokenizer, and a corpus of the first."""
     root = tmp_path_factory.mktemp("oracle")
     tiny_model(root / "oracle", seed=1)
     tiny_model(root / "learner", seed=2)
@@ -175,7 +175,7 @@ def rows(path: Path) -> list[list[int]]:
 
 
 def measured(root: Path, *arguments: str | Path) -> dict[str, Any]:
-    """Return what is measured of the learner on the test texts; later arguments win."""
+    """Return the measurements of the learner on the test texts. Later arguments replace the defaults."""
     paths = {"oracle": "oracle", "model": "learner", "texts": "corpus/test.jsonl", "output_path": "out.json"}
     options = [word for name, path in paths.items() for word in (f"--{name}", str(root / path))]
     assert oracle.main([*options, *map(str, arguments)]) == 0
@@ -193,7 +193,7 @@ def test_corpora_are_disjoint_and_larger_ones_extend_smaller_ones(root: Path) ->
 
 @torch.no_grad()
 def log_probs(directory: Path, texts: list[list[int]]) -> Tensor:
-    """Next-token distributions [n, V] at every context of the texts, by the plainest forward there is."""
+    """Return log-probabilities [n, V] of the next token in every context, from a plain forward pass."""
     model = EvaluatedModel(str(directory)).model
     logits = [model(input_ids=torch.tensor([text])).logits[0, :-1] for text in texts]
     return torch.cat(logits).double().log_softmax(-1)
@@ -265,7 +265,7 @@ def test_training_is_compared_with_decoding(root: Path) -> None:
 
 
 def test_the_best_temperature_is_exact(root: Path) -> None:
-    """There the derivative of the nats by log T vanishes: sum over contexts of E_q[z] - z_target, scaled."""
+    """There the derivative of the nats by log T is zero, which is the scaled mean of E_q[z] - z_target."""
     dev = root / "corpus/dev.jsonl"
     results, texts = measured(root, "--dev", str(dev)), rows(dev)
     z = log_probs(root / "learner", texts) / results["temperature"]
@@ -274,7 +274,7 @@ def test_the_best_temperature_is_exact(root: Path) -> None:
 
 
 def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> None:
-    """Learners, tempered ones too, have the rate and steps that each truth's own sample likes best."""
+    """Learners use the rate and steps that fit the sample of each truth best, also with a temperature."""
     contestants = {name: Contestant(name=name) for name in ("mle", "emo")}
     chosen = study.Study(
         out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],

@@ -1,4 +1,4 @@
-"""Fronts against dense numeric integration, and what has no common range."""
+"""Pareto fronts against dense numeric integration, and fronts without a common range."""
 
 from __future__ import annotations
 

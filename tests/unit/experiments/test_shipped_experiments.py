@@ -1,4 +1,4 @@
-"""All experiments in the repository can be started by the commands in their headers (no network or GPU)."""
+"""Every experiment in the repository can be started by the command in its header (no network or GPU)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from emo.pipeline.planning.checks import check_plan
 from tests.conftest import REPO
 
 FOLDER = REPO / "experiments" / "configs"
-OTHERS: dict[str, type[Section]] = {"known-truth": Study, "evidence": Evidence}  # by prefix of their names
+OTHERS: dict[str, type[Section]] = {"known-truth": Study, "evidence": Evidence}  # by prefix of the file name
 FILES = [
     path.relative_to(FOLDER).as_posix()
     for path in sorted((*FOLDER.glob("*.yaml"), *FOLDER.glob("paper/*.yaml")))
@@ -40,7 +40,7 @@ experiment = functools.cache(lambda name: read_experiment(FOLDER / name, []))
 
 @pytest.fixture(scope="module", autouse=True)
 def read_once() -> Iterator[None]:
-    """Parse each file once. The files do not change during these tests, and have hundreds of runs."""
+    """Parse each file once, because files have hundreds of runs and do not change during these tests."""
     load = functools.cache(recipe._load_yaml)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "_load_yaml", lambda content: copy.deepcopy(load(content)))
@@ -71,9 +71,9 @@ def test_the_command_in_a_header_can_be_run(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_measures_are_commands_of_the_evaluator(name: str) -> None:
-    """A measure reads below OUT/models/NAME or OUT/judgements only what a command writes there."""
+    """Below OUT/models/NAME and OUT/judgements a measure reads only files that a command writes."""
     sweep = Sweep(experiment(name))
-    first, last = sweep.runs[0], sweep.runs[-1]  # the first is a baseline
+    first, last = sweep.runs[0], sweep.runs[-1]  # the first run is a baseline
     written = []
     for stage in (*sweep.before(), *sweep.stages(first, first), *sweep.stages(last, first)):
         if stage.command[1:3] != ["-m", "emo"] or COMMANDS[stage.command[3]].function != EVALUATION:
@@ -94,7 +94,7 @@ def test_measures_are_commands_of_the_evaluator(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("paper/")])
 def test_runs_of_the_paper_can_be_trained(name: str) -> None:
-    """The checks of training pass for one run of each objective."""
+    """The checks of training pass for one run of TaiLr and one of EMO."""
     last = {run.labels["objective"]: run for run in expand(experiment(name))}
     for run in (last["tailr"], last["emo"]):
         overrides = [*run.arguments(), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
@@ -110,7 +110,7 @@ def test_development_rows_are_not_test_rows(name: str) -> None:
     splits = development.spec.splits
     assert task.spec.splits.test not in splits.test + splits.demonstrations
     whole, _, end = splits.demonstrations.partition("[:")
-    if end:  # two parts of one split, which meet
+    if end:  # two adjacent parts of one split
         assert splits.test == f"{whole}[{end.removesuffix(']')}:]"
     else:
         assert splits.test != splits.demonstrations

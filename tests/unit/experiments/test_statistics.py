@@ -19,7 +19,7 @@ from tests.helpers.sweeping import sweep
 
 
 def test_a_paired_difference_is_the_paired_t_test() -> None:
-    """A single repetition decides nothing; equal values and equal gaps need no test."""
+    """A single repetition has no p value. It is 1 for equal values, and 0 for equal gaps."""
     rng = np.random.default_rng(1)
     ours, others = rng.normal(size=8), rng.normal(size=8)
     gap, test = paired_difference(ours, others), stats.ttest_rel(ours, others)
@@ -37,7 +37,7 @@ def test_grid_ends() -> None:
 
 @pytest.mark.parametrize(("shifts", "answer"), [((-1, -1), "yes"), ((-1, 0), "undecided"), ((1, -1), "no")])
 def test_yes_needs_all_comparisons_and_no_needs_one(shifts: tuple[float, float], answer: str) -> None:
-    """`ours` differs from the others by `shift`; lower is better."""
+    """`ours` differs from each of the others by one of the shifts. Lower is better."""
     rng = np.random.default_rng(2)
     ours = rng.normal(size=10)
     others = [(ours - shift + rng.normal(scale=0.05, size=10)).tolist() for shift in shifts]
@@ -50,13 +50,13 @@ def test_yes_needs_all_comparisons_and_no_needs_one(shifts: tuple[float, float],
 
 
 def assert_interval_of(result: dict[str, Any], units: np.ndarray) -> None:
-    """The verdict's interval is that of these independent gains."""
+    """Assert that the verdict has the interval of these independent gains."""
     interval = stats.ttest_1samp(units, 0.0).confidence_interval()
     assert (result["low"], result["high"]) == pytest.approx((interval.low, interval.high))
 
 
 def a_map(cells: int, truths: int, gains: np.ndarray) -> list[dict[str, Any]]:
-    """Verdicts on a question in the cells of a map, whose gains [cells, truths] are given."""
+    """Return the verdicts on a question in the cells of a map with these gains [cells, truths]."""
     contestants = {name: Contestant(name=name) for name in ("mle", "emo")}
     axes = {"vocabularies": [2], "shares": [0.0], "draws": [1]}
     questions = {"helps": {"better": "emo", "than": ["mle"]}}
@@ -66,7 +66,7 @@ def a_map(cells: int, truths: int, gains: np.ndarray) -> list[dict[str, Any]]:
 
 
 def test_the_intervals_of_a_map_are_simultaneous() -> None:
-    """All 12 intervals of a map cover the truth in 95 % of 200 maps."""
+    """In 95 % of 200 maps, all 12 intervals cover the truth."""
     cells, truths, maps = 12, 20, 200
     gains = np.random.default_rng(6).normal(size=(maps * cells, truths))
     covered = [cell["low"] <= 0 <= cell["high"] for cell in a_map(cells, truths, gains)]

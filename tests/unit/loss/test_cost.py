@@ -1,4 +1,4 @@
-"""Transport costs: rows exact and cached, files, the order of tokens, padded rows, products, and no waits."""
+"""Transport costs: exact and cached rows, files, permuted tokens, padded rows, products, and no waiting."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.helpers.refusals import refused
 from tests.helpers.waits import waits
 from tests.unit.loss.test_objectives import ONE_TARGET, make
 
-V, H = 4500, 24  # above 4096 a CPU takes the row loop
+V, H = 4500, 24  # a CPU loops over rows above 4096
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def batch(seed: int, n: int = 300, vocab: int = V) -> Tensor:
-    """Labels with natural frequencies: a few common targets, many rare ones."""
+    """Return labels with natural frequencies, which are a few common targets and many rare ones."""
     generator = torch.Generator().manual_seed(seed)
     rank = torch.rand(n, generator=generator).pow(3) * vocab
     labels = rank.long().clamp(max=vocab - 1)
@@ -50,7 +50,7 @@ def batch(seed: int, n: int = 300, vocab: int = V) -> Tensor:
 def test_cached_rows_are_close_and_independent_of_history(
     rows: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exact rows in windows equal the reference; gradients of cached ones are within 2e-3 of them."""
+    """Exact rows in windows equal the reference. Gradients of cached rows are within 2e-3 of them."""
     monkeypatch.setattr("emo.pipeline.loss.cost.WINDOW_MB", 0.2)
     torch.manual_seed(0)
     h, w = torch.randn(300, H).requires_grad_(), torch.randn(vocab, H).requires_grad_()
@@ -66,11 +66,11 @@ def test_cached_rows_are_close_and_independent_of_history(
     )
     assert_agree(want, reference(h, w, batch(99, vocab=vocab), E, "emo"), 1e-5)
     assert_agree(got, want, 2e-3)
-    assert_agree(got, again, 5e-5)  # products of other groups may differ by a float16 digit
+    assert_agree(got, again, 5e-5)  # products in other groups may differ in the last digit of float16
 
 
 def test_cache_prefers_frequent_targets() -> None:
-    """A full table replaces its least frequent target by one that has overtaken it."""
+    """A full table replaces its least frequent target when another one becomes more frequent."""
     megabytes = (CACHE_WINDOW_CPU + 10) * V * 2 / 2**20 + 1e-4
     cost = CostEmbedding.from_weight(torch.randn(V, H), cache_mb=megabytes)
     h, w = torch.randn(40, H), torch.randn(V, H)
@@ -84,7 +84,7 @@ def test_cache_prefers_frequent_targets() -> None:
 
 
 def test_live_costs_follow_the_head() -> None:
-    """The adaptive variant: costs from the head as it is now, without a gradient through them."""
+    """Costs always come from the current head, without a gradient through them."""
     torch.manual_seed(0)
     h, w = torch.randn(30, H).requires_grad_(), torch.randn(90, H).requires_grad_()
     labels = torch.randint(90, (30,))
@@ -95,7 +95,7 @@ def test_live_costs_follow_the_head() -> None:
             w += 0.3 * torch.randn_like(w)
 
 
-@pytest.mark.filterwarnings("ignore:cost embedding")  # OPT has a padding row of length zero
+@pytest.mark.filterwarnings("ignore:cost embedding")  # the padding row of OPT is zero
 @pytest.mark.parametrize(
     ("name", "tied", "shard"),
     [
@@ -104,7 +104,7 @@ def test_live_costs_follow_the_head() -> None:
     ],
 )
 def test_reads_the_head_of_a_checkpoint(name: str, tied: bool, shard: str, tmp_path: Path) -> None:
-    """One file or many, own head or tied, under the names that each architecture uses on disk."""
+    """The head may be tied, and in one file or many. Each architecture has other names on disk."""
     model = family(name, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size=shard)
     want = unit_rows(model.get_output_embeddings().weight.detach().double())
@@ -112,7 +112,7 @@ def test_reads_the_head_of_a_checkpoint(name: str, tied: bool, shard: str, tmp_p
 
 
 def test_reads_other_files(tmp_path: Path) -> None:
-    """pytorch_model.bin of a bare base model without the prefix, and plain matrices."""
+    """Base models without a prefix in pytorch_model.bin and plain matrices can be read."""
     model = family("gpt2")
     model.config.save_pretrained(tmp_path)
     torch.save(model.transformer.state_dict(), tmp_path / "pytorch_model.bin")
@@ -168,7 +168,7 @@ def test_permuted_costs_are_those_of_other_tokens() -> None:
 
 
 def test_costs_of_numbers() -> None:
-    """Distances of values between tokens that are numbers, whatever marks the space before them; else 0."""
+    """Costs are distances between numbers, whatever marks the space before them. Other costs are 0."""
     cost = number_cost(["<s>", "1", "\u2581" + "12", "\u01207", "x1", "\u00b2", "-3", "0"], 10)
     rows = cost.costs(torch.tensor([1, 2, 0, 9]))
     eleven, twelve = (9 * (1 + math.log(d / 9)) for d in (11, 12))
@@ -186,7 +186,7 @@ def test_costs_of_numbers() -> None:
 def test_small_costs_are_accurate_in_half_precision(
     model_dtype: torch.dtype, instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Costs of 5e-4 and more between near twins, whose cosine half precision cannot tell from 1."""
+    """Costs from 5e-4 on are within 5 %, even if half precision rounds the cosine to 1."""
     monkeypatch.setattr("emo.pipeline.loss.cost._lacks_bfloat16", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
     base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
@@ -195,7 +195,7 @@ def test_small_costs_are_accurate_in_half_precision(
     cost = CostEmbedding.from_weight(E).prepared_for(torch.device("cpu"), model_dtype)
     rows = {"exact": cost.costs(torch.arange(600))}
     rows["cached"] = rows["exact"].half()
-    if cost.rows.dtype == torch.float16:  # as kernels of a GPU read them
+    if cost.rows.dtype == torch.float16:  # as GPU kernels read them
         rows["from cosines"] = (1 - cost.cosines(torch.arange(600))).clamp(min=0)
     for name, costs in rows.items():
         near = costs[torch.arange(600), torch.arange(600) + 600].double()
@@ -207,16 +207,16 @@ def test_find_twins() -> None:
     E = torch.randn(300, 8)
     tokens = torch.randperm(300)[:200]
     E[tokens[150]] = 2.5 * E[tokens[3]]  # the same direction
-    E[list({*range(300)} - {*tokens.tolist()})] = E[tokens[5]].clone()  # others do not count
+    E[list({*range(300)} - {*tokens.tolist()})] = E[tokens[5]].clone()  # tokens outside the set do not count
     assert find_twins(CostEmbedding.from_weight(E), tokens).nonzero().flatten().tolist() == [3, 150]
 
 
 @contextlib.contextmanager
 def padded_everywhere() -> Iterator[None]:
-    """Pad rows as on an accelerator within the block, with NaN in uninitialised memory."""
+    """Pad rows as on an accelerator, and fill uninitialised memory with NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "row_stride", lambda V, device: padded_width(V))
-        torch.use_deterministic_algorithms(True)  # fills memory that is not initialised
+        torch.use_deterministic_algorithms(True)  # fills uninitialised memory
         try:
             yield
         finally:
@@ -230,7 +230,7 @@ def padded_everywhere() -> Iterator[None]:
 def test_padding_rows_does_not_change_results(
     name: str, cache_mb: float, options: dict[str, float], dtype: torch.dtype
 ) -> None:
-    """Losses and gradients over several chunks are those of contiguous rows."""
+    """Losses and gradients over several chunks equal those of contiguous rows."""
     torch.manual_seed(0)
     E, labels = torch.randn(150, 12), torch.randint(150, (40,))
     h, w = (torch.randn(n, 12).to(dtype).requires_grad_() for n in (40, 150))
@@ -245,7 +245,7 @@ def test_padding_rows_does_not_change_results(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2500])
 def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
-    """At most half a unit in the last place from the product of the same factors in float64."""
+    """The error is at most half a unit in the last place of the product in float64."""
     torch.manual_seed(0)
     x, matrix, less = (torch.randn(*shape).to(dtype) for shape in ((5, 33), (rows, 33), (5,)))
     exact = x.double() @ matrix.double().T - less.double()[:, None]
@@ -258,7 +258,7 @@ def test_products_are_rounded_once(dtype: torch.dtype, rows: int) -> None:
 
 @given(st.lists(st.lists(st.sampled_from([IGNORE, 0, 1, 5, 6, 900]), min_size=3, max_size=3), max_size=9))
 def test_the_plan_is_the_valid_tokens_sorted(rows: list[list[int]]) -> None:
-    """Ascending by label, equal ones in order of position; every array as its name says."""
+    """Tokens are sorted by label, then by position. Every array contains what its name promises."""
     plan = plan_tokens(torch.tensor(rows, dtype=torch.int64).view(-1, 3))
     flat = [label for row in rows for label in row]
     want = sorted((label, position) for position, label in enumerate(flat) if label != IGNORE)
@@ -272,7 +272,7 @@ def test_the_plan_is_the_valid_tokens_sorted(rows: list[list[int]]) -> None:
 @pytest.mark.parametrize("cache_mb", [0.0, 0.02], ids=["exact", "cached"])
 @pytest.mark.parametrize("name", ONE_TARGET)
 def test_the_loss_never_waits_for_the_device(name: str, cache_mb: float) -> None:
-    """Forward and backward with planned labels; and once, to fetch them, with labels on the device."""
+    """Planned labels never wait, forward or backward. Labels on the device wait once, to be fetched."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 8, device=DEVICE, requires_grad=True) for n in (90, 200))
     labels = batch(0, 90, 200)

@@ -38,13 +38,13 @@ from tests.helpers.refusals import refused
 
 N, V, H = 60, 47, 12
 COSTLY = ("demd_dense", "emo_dense")
-# of every divergence, and other values of its options
+# every divergence with its defaults, and some other options
 CASES: list[tuple[str, dict[str, float]]] = [(name, {}) for name in DIVERGENCES]
 CASES += [("jsd", {"beta": 0.9}), ("skew_kl", {"alpha": 0.6}), ("skew_kl", {"alpha": 0.0})]
 
 
 def teacher(dtype: torch.dtype = torch.float64, **fields: Any) -> Teacher:
-    """A teacher wider than the student, with three entries of padding."""
+    """Return a teacher that is wider than the student and has three padding tokens."""
     return Teacher(torch.randn(N, 2 * H).to(dtype), torch.randn(V + 3, 2 * H).to(dtype) * 0.3, **fields)
 
 
@@ -64,10 +64,7 @@ def compare(
     name: str, params: dict[str, float], dtype: torch.dtype, bound: float, where: str,
     valid: int = N, kernels: str = "torch",
 ) -> None:  # fmt: skip
-    """A divergence of the first `valid` tokens against autograd, in chunks of 16.
-
-    The teacher has a head, a bias, a cap and a temperature of its own.
-    """
+    """Assert that a divergence of the first `valid` tokens equals autograd, in chunks of 16."""
     torch.manual_seed(0)
     h, w, labels, E = inputs(N, V, H, dtype, scale=0.4)
     labels[valid:] = -100
@@ -107,7 +104,7 @@ def test_equals_autograd(
 
 @pytest.mark.parametrize("name", sorted(set(DIVERGENCES) - {"reverse_kl"}))
 def test_a_one_hot_teacher_equals_a_label(name: str) -> None:
-    """With all its mass on the target a teacher leaves the objectives of one target."""
+    """A teacher with all mass on the target gives the objectives of one target."""
     torch.manual_seed(0)
     h, w, labels, E = inputs(N, V, H, dtype=torch.float64)
     sure = 1e4 * torch.nn.functional.one_hot(labels.clamp(min=0), V).double()
@@ -125,7 +122,7 @@ def test_a_one_hot_teacher_equals_a_label(name: str) -> None:
     if other is None:
         assert all(bool(torch.isfinite(value).all()) for value in got.values())
         return
-    params = {"alpha": 1.0} if other == "power" else {}  # 1 - p_y
+    params = {"alpha": 1.0} if other == "power" else {}  # the loss 1 - p_y
     want = fused_step(h, w, labels, get_objective(other, **params), cost)
     assert_agree(got, {key: want[key] for key in ("loss", "nll", "demd", "d_hidden", "d_weight")}, 1e-8)
 
@@ -148,7 +145,7 @@ def entries(draw: st.DrawFn) -> tuple[int, str, int]:
 @given(entries())
 @settings(max_examples=40, deadline=None)
 def test_stored_entries_equal_autograd(case: tuple[int, str, int]) -> None:
-    """The divergence of k + 1 masses, with its gradient, which never exceeds that of all entries."""
+    """The divergence of k + 1 masses equals autograd, and never exceeds that of all entries."""
     k, name, seed = case
     torch.manual_seed(seed)
     h, w, labels, E = inputs(N, V, H, dtype=torch.float64)
@@ -188,7 +185,7 @@ def test_spaced_parts_apply_in_their_share_of_the_steps() -> None:
 
 
 def test_number_costs_do_not_move_mass_of_words() -> None:
-    """Eq. 15 with costs between numbers: mass on words neither sends nor takes."""
+    """In equation 15 with costs between numbers, words neither send nor receive mass."""
     torch.manual_seed(0)
     values = torch.full((V,), torch.nan)
     values[:12] = torch.arange(12.0)

@@ -1,4 +1,4 @@
-"""Documents in packed rows: their bounds, varlen attention, and the probe's verdict on families of models."""
+"""Documents in packed rows: their bounds, varlen attention, and the probe on families of models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers.waits import shapes, waits
 
 
 def rows(*lengths: list[int]) -> Tensor:
-    """Positions of rows of documents of these lengths, [b, L]."""
+    """Return the positions [b, L] of rows that contain documents of these lengths."""
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
@@ -41,7 +41,7 @@ def stand_in(packing: str, attention: str) -> Any:
 
 
 def test_flash_attention_gets_the_segments_that_the_loader_knows() -> None:
-    """Positions of the meta device have no values: reading one would fail."""
+    """Positions on the meta device have no values, so reading one would fail."""
     bounds, longest = segments(rows([5, 3], [8]))
     inputs: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": longest}
     separate_documents(stand_in("positions", "flash_attention_2"), torch.empty(2, 8, device="meta"), inputs)
@@ -66,7 +66,7 @@ def test_padding_masks_are_dropped_only_for_restarting_positions() -> None:
 
 
 def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With segments and labels planned by the loader, from the token ids to the gradients of all weights."""
+    """With segments and labels from the loader, nothing waits between token ids and gradients."""
     monkeypatch.setattr(
         "emo.pipeline.loss.models.varlen.attend_per_document", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
     )
@@ -84,7 +84,7 @@ def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(monkeypatch: py
 
 
 def test_sums_by_document() -> None:
-    """Values are summed on the device, valid labels on the host; padding is a document without labels."""
+    """Values are summed on the device, and valid labels on the host. Padding is a separate document."""
     positions = torch.tensor([[3, 4, 5, 0, 1, 0], [0, 1, 2, 3, 4, 5]])  # a row may begin within a document
     bounds, longest = segments(positions)
     assert (bounds.tolist(), longest, bounds.dtype) == ([0, 3, 5, 6, 12], 6, torch.int32)
@@ -97,7 +97,7 @@ LAYER = SimpleNamespace(is_causal=True)
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float, window: int | None) -> Tensor:
-    """The definition, in float64: softmax(q k^T * scale) v over earlier tokens of the document, [T, H, D]."""
+    """Return softmax(q k^T * scale) v over earlier tokens of each document, in float64, [T, H, D]."""
     token = torch.arange(bounds[-1])
     document = torch.bucketize(token, torch.tensor(bounds), right=True)
     apart = token[:, None] - token[None, :]
@@ -116,7 +116,7 @@ def alone(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float, wind
 def test_varlen_attention_stays_within_documents(
     window: int | None, heads: int, groups: int, size: int, value_size: int, scaling: float | None
 ) -> None:
-    """Values and gradients against the definition: grouped heads, windows, widths that the kernel lacks."""
+    """Values and gradients are right for grouped heads, windows, and widths that the kernel lacks."""
     positions = packed_rows()[2]
     b, length = positions.shape
     bounds, longest = segments(positions)
@@ -145,7 +145,7 @@ def test_unsupported_attention_arguments_raise(keys: dict[str, Any]) -> None:
 
 
 def test_varlen_attention_builds_no_quadratic_tensor() -> None:
-    """A block of 4,096 tokens, forward and backward; under SDPA its mask alone has 4,096 squared."""
+    """SDPA's mask for a block of 4,096 tokens has 4,096 squared elements. Varlen has no such tensor."""
     length = 4096
     positions = rows([1500, 600, 1, 1995])
     ids = torch.arange(length)[None] % 61
@@ -166,21 +166,21 @@ REFUSED = {
     *("falcon-alibi", "bloom", "mamba", "mamba2", "rwkv", "jamba", "falcon_h1", "openai-gpt", "bart"),
     *("minimax", "gpt_oss", "lfm2"),
 }
-UNPACKED = {"bert", "recurrent_gemma", "xlstm"}  # no causal attention, or a state for every row
+UNPACKED = {"bert", "recurrent_gemma", "xlstm"}  # without causal attention, or with a state per row
 PACKING = {
     name: "mask" if name in MASKED else "refused" if name in REFUSED else "positions"
     for name in FAMILIES
     if name not in UNPACKED
 }
 VARLEN = ModelConfig(architecture={"model_type": "llama"}, attn_implementation="varlen")
-# Differences from their usual form: no dropout of attention, no soft cap, grouped heads, windows.
+# Changes of the families: no attention dropout, grouped heads, windows.
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"attn_pdrop": 0.0} for name in ("gpt2", "gpt_bigcode")},
     **{name: {"num_key_value_heads": 1} for name in ("llama", "mistral", "gemma")},
     "qwen2": {"num_key_value_heads": 1, **WINDOW},
 }
-# Their own attention, soft caps, recurrences, or dropout.
+# Families with special attention, soft caps, recurrences or dropout.
 NOT_OFFERED = REFUSED | MASKED - {"opt"} | UNPACKED | {"gpt_neo", "gptj", "stablelm", "gemma2"}
 
 
@@ -197,7 +197,7 @@ def gradients(model: nn.Module, loss: Tensor) -> Tensor:
 
 
 def compare(model: Any, ordinary: Any) -> None:
-    """The loss and every gradient of packed rows are those of their documents in the ordinary forward."""
+    """Assert that packed rows have the loss and gradients of their documents in the ordinary forward."""
     ids, labels, positions = packed_rows()
     logits = (ordinary(input_ids=part[None], use_cache=False).logits[0, :-1] for part in documents(ids))
     pairs = zip(logits, documents(ids), strict=True)
@@ -220,7 +220,7 @@ def test_packed_rows_train_like_single_documents_or_raise(name: str, packing: st
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_under_varlen(name: str) -> None:
-    """A family either is offered it, and is right, or is refused it in one line."""
+    """Each family either gives right results with varlen, or is rejected with a message of one line."""
     changes = CHANGES.get(name, {})
     ordinary = family(name, **changes)
     try:
@@ -235,11 +235,11 @@ def test_families_under_varlen(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "mpt", "gemma2"])
 def test_the_probe_tolerates_bfloat16_rounding(name: str) -> None:
-    """Rounding alone is not taken for a leak or another head, nor does it hide one."""
+    """Rounding neither looks like a leak or another head, nor hides one."""
     assert probe_model(fused(name).to(torch.bfloat16)) == PACKING[name]
 
 
-SKEWED: dict[str, Any] = {  # of a LLaMA's logits, as families make them
+SKEWED: dict[str, Any] = {  # changed logits of a LLaMA, as in other families
     "scale": lambda z: z * 0.9,
     "cap": lambda z: 3 * torch.tanh(z / 3),
     "mask": lambda z: z.index_fill(-1, torch.tensor([7, 9]), torch.finfo(z.dtype).min),
@@ -308,7 +308,7 @@ def test_heads_that_cannot_be_fused_raise() -> None:
 
 
 def test_fusing_twice_and_positional_arguments() -> None:
-    """The second call counts; arguments by position mean what the model's own signature says."""
+    """The last call decides. Positional arguments follow the signature of the model."""
     model = fused("llama")
     fuse_model(model, get_objective("demd"))
     fuse_model(model, get_objective("mle"))

@@ -1,4 +1,4 @@
-"""Expected gradients where the truth is known, and where they vanish."""
+"""Expected gradients for known truths, and objectives whose gradients vanish."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def geometry() -> CostOperator:
     ],
 )
 def test_the_gradient_is_the_mean_over_targets(name: str) -> None:
-    """... of what the loss library's own check says is the gradient for one."""
+    """The gradient of each target is the one that the library uses to check objectives."""
     objective, costs, (truth, q) = get_objective(name), geometry(), truths(2)
     cost, zero = costs.apply(torch.eye(V, dtype=torch.float64)), torch.zeros(1, dtype=torch.float64)
     expected = torch.zeros_like(q)
@@ -65,14 +65,14 @@ def test_emo_settles_where_its_closed_form_says() -> None:
 @pytest.mark.parametrize("name", ["tailr", "dft", "demd"])
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
 def test_collapsing_objectives_keep_a_residual(name: str, sharpness: float) -> None:
-    """... though its gradient vanishes near a corner."""
+    """There is no fixed point, although the gradient vanishes near a corner of the simplex."""
     truth = torch.softmax(sharpness * truths().log(), -1)
     q, residual = settle(truth, gradient_of(name, geometry()), 300, 1e-6)
     assert (residual > 1e-3).all() and q.isfinite().all()
 
 
 def test_costs_are_those_of_the_loss() -> None:
-    """... of rows of zero length, too."""
+    """Rows of zero length have equal costs, too."""
     embedding = torch.randn(V, 6, dtype=torch.float64, generator=generator(1))
     embedding[[3, 7]] = 0
     weights = torch.rand(2, V, dtype=torch.float64, generator=generator(2))

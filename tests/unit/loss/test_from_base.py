@@ -1,4 +1,4 @@
-"""KL(base, model) by token, against float64 sums over dense logits."""
+"""KL(base, model) per token, against float64 sums over dense logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPEC = make_spec(get_objective("mle"), None, memory_mb=0.001)  # 16 tokens per c
 
 
 def model(dtype: torch.dtype, change: float, **fields: Any) -> Teacher:
-    """A model whose hidden states differ from those of the base by noise of the size `change`."""
+    """Return a model whose hidden states differ from those of the base by noise of size `change`."""
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(V, H, generator=generator), torch.randn(V, generator=generator)
     hidden, noise = torch.randn(2, N, H, generator=generator)
@@ -40,7 +40,7 @@ def labels() -> Tensor:
 
 
 def divide(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Return log p of the tokens `ids` and of all others together."""
+    """Return log p of the tokens `ids`, and of all other tokens together."""
     p = log_p.exp()
     return torch.cat((p.gather(1, ids), 1 - p.gather(1, ids).sum(1, keepdim=True)), 1).log()
 
@@ -48,7 +48,7 @@ def divide(log_p: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("fields", [{}, {"biased": True, "softcap": 5.0, "logit_scale": 0.5}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_kl_is_exact_or_that_of_the_stored_entries(dtype: torch.dtype, fields: dict[str, Any]) -> None:
-    """Stored entries give at most the exact value, and the exact value if only one token is left out."""
+    """Stored entries give at most the exact value, and exactly that if only one token is missing."""
     base, now = (model(dtype, change, **fields) for change in (0.0, 0.3))
     y = labels()
     used = y != IGNORE

@@ -1,4 +1,4 @@
-"""The fused loss against a naive float64 reference: options, dtypes, edge cases, any shapes."""
+"""The fused loss against a naive float64 reference: options, dtypes, edge cases and many shapes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.unit.loss.test_objectives import ONE_TARGET, SIGNED, STEPPED, compose
 N, V, H = 70, 53, 12
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 pytestmark = pytest.mark.filterwarnings("ignore:cost embedding")
-TINY_MB = 16 * V * 4 / 2**20  # 16 tokens per chunk: several chunks
+TINY_MB = 16 * V * 4 / 2**20  # 16 tokens per chunk, so that there are several
 
 
 def compare(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, name: str, bound: float, **options: Any) -> None:
-    """Run both, compare sums and every gradient in relative norm."""
+    """Assert that sums and every gradient equal the reference, in relative norm."""
     cost = CostEmbedding.from_weight(E, torch.promote_types(h.dtype, torch.float32))
     beside = {"memory_mb": TINY_MB, "stored": stored_for(labels)}
     got = fused_step(h, w, labels, make(name), cost, **beside, **options)
@@ -47,8 +47,8 @@ def compare(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, name: str, bound: f
 @pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_equals_reference(name: str, scale: float, dtype: torch.dtype, bound: float) -> None:
-    """From uniform to very confident predictions."""
-    almost_uniform = name == "neg_entropy" and scale < 1  # log p + H cancels
+    """Predictions range from uniform to very confident."""
+    almost_uniform = name == "neg_entropy" and scale < 1  # cancellation in log p + H
     compare(*inputs(dtype=dtype, scale=scale), name, 10 * bound if almost_uniform else bound)
 
 
@@ -63,7 +63,7 @@ def test_options_compose(name: str) -> None:
 @pytest.mark.parametrize("name", ONE_TARGET)
 @pytest.mark.parametrize("confident", [False, True])
 def test_bfloat16(name: str, confident: bool) -> None:
-    """Against float64 of the same rounded inputs; the loss is never negative."""
+    """The reference is float64 with the same rounded inputs. Most losses are never negative."""
     h, w, labels, E = inputs(n=200, vocab=300, hidden=32, scale=0.3)
     with torch.no_grad():
         if confident:  # logits of about 30 for the target, 0 +- 5 for the others
@@ -74,7 +74,7 @@ def test_bfloat16(name: str, confident: bool) -> None:
     got = fused_step(h, w, labels, make(name), cost, stored=stored_for(labels))
     want = reference(h, w, labels, E, name)
     assert got["loss"].dtype == torch.float32 and (got["loss"].item() >= 0 or name in SIGNED)
-    # rounding carries tokens over a step
+    # rounding moves tokens across a threshold
     assert relative_error(got["loss"], want["loss"]) <= (2e-2 if name in STEPPED else 1e-3)
     for key in ("d_hidden", "d_weight"):
         g, truth = got[key].double().flatten(), want[key].flatten()
@@ -85,34 +85,34 @@ def test_bfloat16(name: str, confident: bool) -> None:
 @pytest.mark.parametrize("name", ONE_TARGET)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_extreme_logits(name: str, dtype: torch.dtype) -> None:
-    """Logits of +-1e4 on and off the target: finite, and right where float64 says so."""
+    """Results are finite with logits of +-1e4, and agree with float64."""
     h = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [1e4, 1e4], [0.0, 0.0]], dtype=dtype).requires_grad_()
     w = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.5, 0.5]], dtype=dtype).requires_grad_()
     labels, E = torch.tensor([0, 0, 3, 2]), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     got = fused_step(h, w, labels, make(name), CostEmbedding.from_weight(E), stored=stored_for(labels))
     want = reference(h, w, labels, E, name)
-    assert relative_error(got["loss"], want["loss"]) <= 2e-3  # bfloat16 costs
+    assert relative_error(got["loss"], want["loss"]) <= 2e-3  # costs are bfloat16
     for key in ("d_hidden", "d_weight"):
         error, size = (got[key].double() - want[key]).norm(), want[key].norm()
-        # hidden states of 1e4 are factors of the head's gradient, and logits of 1e4 have three digits behind
-        # the point in float32: too few for log p + H where that is zero
+        # Hidden states of 1e4 multiply the head's gradient. Logits of 1e4 have three decimals in float32,
+        # which are too few for log p + H near zero.
         slack = 1e-6 if key == "d_hidden" else 1.0 if name == "neg_entropy" else 1e-2
         assert error <= 2e-2 * size + slack, key
 
 
 @pytest.mark.parametrize("vocab", [60, 4200])
 def test_wrong_tokens_without_cost_stay_finite(vocab: int) -> None:
-    """Wrong tokens with the target's own direction cost nothing: D is almost 0 and m / D enormous."""
+    """Wrong tokens in the direction of the target cost nothing, so D is almost 0 and m / D is huge."""
     h, w, labels, _ = inputs(n=40, vocab=vocab)
     E = torch.where(torch.rand(vocab, 1) < 0.5, 1.0, -1.0) * torch.tensor([[1.0, 0.0]])
     with torch.no_grad():
         h[:, 0], w[:, 0] = 40.0, E[:, 0]  # all mass on one half of the vocabulary
-    labels[:] = E[:, 0].argmax()  # in it
+    labels[:] = E[:, 0].argmax()  # a token of this half
     compare(h, w, labels, E, "emo", 1e-5)
 
 
 def test_only_one_chunk_of_logits_exists() -> None:
-    """No tensor beyond one chunk has V columns (the head's own shapes aside)."""
+    """No tensor with V columns is larger than one chunk, except those of the head."""
     h, w, labels, E = inputs(n=500, vocab=1000)
     with shapes() as tensors:
         cost, chunk_mb = CostEmbedding.from_weight(E), 32 * 1000 * 4 / 2**20
@@ -121,7 +121,7 @@ def test_only_one_chunk_of_logits_exists() -> None:
 
 
 def test_backward_runs_once_scaled_and_for_trained_inputs() -> None:
-    """The incoming gradient scales; costs get none, nor does a head that LoRA has frozen."""
+    """The incoming gradient scales all others. Costs and a frozen head, as with LoRA, have none."""
     h, w, labels, E = inputs()
     E.requires_grad_()
     w.requires_grad_(False)
@@ -134,7 +134,7 @@ def test_backward_runs_once_scaled_and_for_trained_inputs() -> None:
 
 
 def test_fused_head_stays_a_linear() -> None:
-    """Names, values and label-free calls are those of the Linear it was; batches keep their shape."""
+    """Names, values and calls without labels are those of the Linear. Batches keep their shape."""
     head, x, y = nn.Linear(H, V), torch.randn(2, 7, H), torch.randint(V, (2, 7))
     names, want = list(head.state_dict()), head(x)
     fuse_head(head, make("emo"), CostEmbedding.from_weight(head.weight))
@@ -150,7 +150,7 @@ def test_fused_head_stays_a_linear() -> None:
 
 
 def test_autocast() -> None:
-    """Under autocast the head runs in bfloat16 and the gradients come back in float32."""
+    """Under autocast the head runs in bfloat16, and its gradients are float32."""
     h, w, labels, E = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         got = fused_step(h, w, labels, make("emo"), CostEmbedding.from_weight(E))
@@ -191,7 +191,7 @@ def test_invalid_inputs_raise(change: dict[str, Any], code: str) -> None:
 
 @pytest.mark.parametrize("name", ["emo", "mile"])
 def test_losses_by_token(name: str) -> None:
-    """By-token losses where asked for, in training as well, add up to the sums; they are empty elsewhere."""
+    """Losses by token are empty unless requested. Then they add up to the sums, also in training."""
     h, w, labels, E = inputs()
     head = nn.Linear(H, V, bias=False)
     head.weight.data = w.detach().clone()
@@ -205,7 +205,7 @@ def test_losses_by_token(name: str) -> None:
 
 
 def test_histogram_of_the_fused_loss() -> None:
-    """Median and share at the cap are those of m / D; MiLe's weights are divided by their mean."""
+    """Median and share at the cap are those of m / D. MiLe's weights are divided by their mean."""
     h, w, labels, E = inputs(dtype=torch.float64)
     cost = CostEmbedding.from_weight(E.double())
     valid = labels != -100
@@ -229,7 +229,7 @@ FRACTIONS = torch.tensor([0.25, 1.0, 0.0, 3.0, 1.7], dtype=torch.float64).repeat
 
 @pytest.mark.parametrize("name", ["mle", "emo", "sum", "teacher"])
 def test_weights_equal_a_float64_loop_on_dense_logits(name: str) -> None:
-    """Also in float32, to 1e-6 of each sum and gradient."""
+    """Sums and gradients in float32 agree to 1e-6."""
     h, w, labels, E = inputs(dtype=torch.float64)
     h32, w32 = (x.detach().float().requires_grad_() for x in (h, w))
     C = cost_matrix(E)
@@ -260,7 +260,7 @@ def test_weights_equal_a_float64_loop_on_dense_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*ONE_TARGET, "teacher"])
 def test_a_token_of_weight_n_counts_as_n_tokens(name: str) -> None:
-    """All sums, the histogram and all gradients are those of repeated tokens. Weight 0 is a mask."""
+    """Sums, the histogram and gradients equal those of repeated tokens. Weight 0 is a mask."""
     h, w, labels, E = inputs(dtype=torch.float64)
     bias = torch.randn(V, dtype=torch.float64).requires_grad_()
     times = torch.arange(N) % 4
@@ -290,14 +290,14 @@ def test_a_token_of_weight_n_counts_as_n_tokens(name: str) -> None:
 
 @st.composite
 def batches(draw: st.DrawFn, twins: bool = True) -> dict[str, Any]:
-    """Shapes from one token and a vocabulary of two up to the CPU's row loop; any pattern of labels.
+    """Draw sizes from one token and two vocabulary entries up to the CPU's row loop, with any labels.
 
-    twins: two tokens may have the same embedding. Where a model doubts between those alone the expected cost
-    is zero or what rounding leaves of it, and EMO's loss half of the likelihood's or all of it.
+    twins: two tokens may have the same embedding. If a model hesitates only between them, the expected cost
+    is zero or a rounding error, and EMO's loss is half of MLE's or all of it.
     """
     vocab = draw(st.one_of(st.integers(2, 80), st.just(4200)))
     tokens = draw(st.integers(1, 40))
-    distinct = draw(st.integers(1, vocab))  # few: many duplicate labels
+    distinct = draw(st.integers(1, vocab))  # a small number gives many duplicates
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     labels = torch.randint(distinct, (tokens,), generator=generator)
     ignored = draw(st.sampled_from(["none", "some", "all but one", "all"]))
@@ -364,9 +364,9 @@ def test_float64_equals_reference(batch: dict[str, Any], name: str, options: dic
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
 )
 def test_half_precision_stays_finite(batch: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    """No NaN, no infinity, no negative loss, from uniform to logits of +-1e4 (float16: +-100)."""
+    """All results are finite, and most losses never negative, with logits up to +-1e4 (float16: +-100)."""
     if dtype == torch.float16:
-        # beyond it the true gradient of the head leaves float16's range
+        # beyond it, the true gradient of the head exceeds the range of float16
         batch = batch | {"scale": min(batch["scale"], 10.0)}
     got = fused(batch, name, dtype)
     assert all(torch.isfinite(value).all() for value in got.values())

@@ -1,4 +1,4 @@
-"""What the head asks of a GPU: kernel launches, memory, and no wait of the host, traced without one."""
+"""What the head needs of a GPU: kernel launches, memory, and no waiting host, traced without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 class Kernel:
-    """Stands for a Triton kernel, and adds its launches to a trace."""
+    """A stand-in for a Triton kernel that adds its launches to a trace."""
 
     def __init__(self, name: str, trace: Trace) -> None:
         self.name, self.trace = name, trace
@@ -37,9 +37,9 @@ def head(
     calls: int = 1,
     teacher: str | None = None,
 ) -> Trace:
-    """Return the trace of the last of some forward passes over 8,192 tokens of width 4,096 in bfloat16.
+    """Return the trace of the last of `calls` passes over 8,192 tokens of width 4,096 in bfloat16.
 
-    teacher: live, of the same width, or stored, with 64 entries.
+    teacher: "live" (of the same width) or "stored" (with 64 entries).
     """
     kernels_triton = pytest.importorskip("emo.pipeline.loss.kernels.objectives")
     kernels_teacher = pytest.importorskip("emo.pipeline.loss.kernels.teacher")
@@ -66,7 +66,7 @@ def head(
             for name in ("live_kernel", "stored_kernel"):
                 monkeypatch.setattr(kernels_teacher, name, Kernel(name, trace))
 
-            def at_once(*arguments: Any) -> Any:  # one kernel, as `test_solve_compiles_to_one_kernel` sees
+            def at_once(*arguments: Any) -> Any:  # one kernel, as in `test_solve_compiles_to_one_kernel`
                 before = trace.launches.copy()
                 result = rows.solve(*arguments)
                 trace.launches = before + collections.Counter(solve=1)
@@ -84,9 +84,9 @@ def head(
     ("objective", "V", "targets", "cache_mb", "calls", "launches", "mebibytes"),
     [
         ("mle", 32000, 32000, 0, 1, 65, 1200),
-        ("emo", 32000, 32000, 0, 1, 105, 1330),  # every target but few another one
-        ("emo", 32000, 2500, 0, 1, 80, 1330),  # as in text
-        ("emo", 32000, 2500, 1024, 1, 145, 1330),  # the first call of a run, whose table is empty
+        ("emo", 32000, 32000, 0, 1, 105, 1330),  # almost all targets differ
+        ("emo", 32000, 2500, 0, 1, 80, 1330),  # as many targets as in text
+        ("emo", 32000, 2500, 1024, 1, 145, 1330),  # the first call of a run, with an empty table
         ("emo", 32000, 2500, 1024, 2, 75, 1330),
         ("emo", 152064, 2500, 0, 1, 360, 3200),
     ],
@@ -125,7 +125,7 @@ def test_a_teacher_adds_few_kernels(
 
 
 def test_solve_compiles_to_one_kernel() -> None:
-    """Compiled, `solve` is one kernel with the same results, and no other one for new weights."""
+    """Compiled, `solve` is one kernel with the same results. New weights need no other kernel."""
     from torch._inductor import metrics
 
     compiled = torch.compile(rows.solve, dynamic=True, fullgraph=True)
@@ -144,7 +144,7 @@ def test_solve_compiles_to_one_kernel() -> None:
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
 def test_solve_compiles_for_every_objective(name: str) -> None:
-    torch.compiler.reset()  # it gives up after so many variants of a function
+    torch.compiler.reset()  # the compiler gives up after many variants of a function
     numbers = torch.rand(9, 8, generator=torch.Generator().manual_seed(1)).unbind()
     statistics = rows.Statistics(*numbers[:4], H=numbers[4], S=numbers[5], top=numbers[6])
     statistics = statistics._replace(likeliest=torch.stack(numbers[:3], 1))

@@ -1,4 +1,4 @@
-"""Objectives: golden values, files and packages of users, sums, schedules, refusals."""
+"""Objectives: golden values, files and packages of users, sums, schedules and rejected input."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.helpers.refusals import refused
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 ONE_TARGET = list(BUILT_IN)
-SIGNED = ("neg_entropy", "psft")  # losses that are negative
-STEPPED = ("threshold", "psft", "excess")  # all or nothing
+SIGNED = ("neg_entropy", "psft")  # losses that may be negative
+STEPPED = ("threshold", "psft", "excess")  # weights are all or nothing
 
 
 def make(name: str, **params: Any) -> Objective:
@@ -45,10 +45,10 @@ def golden(key: str) -> torch.Tensor:
     ("source", "variant"), [(source, key) for source in ("released", "authors") for key in GOLDEN[source]]
 )
 def test_golden_values(source: str, variant: str) -> None:
-    """Loss and logit gradient equal those recorded from the released code and from the authors' of others.
+    """Loss and gradient equal values recorded from the released code and from other authors' code.
 
-    An identity head makes hidden states logits. The released code works in float32; DEFT's adds 1e-6 to its
-    divisor; GEM's loss value is another one with the same gradient.
+    An identity head makes hidden states logits. The released code uses float32, and DEFT's adds 1e-6 to its
+    divisor. GEM's loss has another value with the same gradient.
     """
     case, Z, T = GOLDEN[source][variant], golden("Z").requires_grad_(), golden("T")
     cost, smoothing = CostEmbedding.from_weight(golden("E")), case.get("label_smoothing", 0.0)
@@ -92,14 +92,14 @@ def whole(m, p, D, H, *, a=0.5):
 
 
 def run(objective: Objective) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, and gradients of hidden states and head, in float64 with costs in float32."""
+    """Return the loss, and the gradients of hidden states and head, in float64 with float32 costs."""
     h, w, labels, E = inputs(dtype=torch.float64)
     got = fused_step(h, w, labels, objective, CostEmbedding.from_weight(E))
     return got["loss"], got["d_hidden"], got["d_weight"]
 
 
 def test_objectives_of_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The documented example, coefficients with every gradient term, and an entry point."""
+    """The documented example, coefficients with all gradient terms, and an entry point work."""
     monkeypatch.chdir(REPO)
     objective = get_objective("examples/my_objective.py:unsure", strength=1.0)
     mle, without = run(make("mle")), run(get_objective("examples/my_objective.py:unsure", strength=0.0))
@@ -141,7 +141,7 @@ def test_invalid_objective_files_raise(tmp_path: Path, source: str, code: str) -
 
 
 def test_a_weighted_sum_equals_the_sum_of_its_parts() -> None:
-    """One pass gives the gradients of two, exactly: costs, entropy and weights together."""
+    """One pass gives exactly the gradients of several, with costs, entropy and weights together."""
     parts = [(make("emo"), 0.5), (make("mle"), 0.3), (make("neg_entropy"), 0.05), (make("focal"), 2.0)]
     apart = [[weight * x for x in run(objective)] for objective, weight in parts]
     want = tuple(map(sum, zip(*apart, strict=True)))
@@ -163,7 +163,7 @@ def test_invalid_sums_raise(parts: list[Any], code: str) -> None:
 
 
 def test_a_schedule() -> None:
-    """Weights move in a straight line, then stay; the objective of a step does not depend on history."""
+    """Weights change linearly, then stay. The objective of a step does not depend on history."""
     moving = weighted_sum([(make("emo"), Ramp(0.0, 1.0, 10)), (make("mle"), Ramp(1.0, 0.0, 10))])
     for step, share in ((0, 0.0), (5, 0.5), (1000, 1.0)):
         fixed = weighted_sum([(make("emo"), share), (make("mle"), 1 - share)])

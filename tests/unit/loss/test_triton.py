@@ -1,4 +1,4 @@
-"""The Triton kernels: run by Triton's interpreter against float64, and compiled for the target GPUs."""
+"""The Triton kernels: in Triton's interpreter against float64, and compiled for the target GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import REPO
 
 
 def run(*arguments: str, **environment: str) -> str:
-    """Return the output of a Python module; fail with its last lines where it fails."""
+    """Run a Python module and return its output. A failure shows its last lines."""
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     options = {"cwd": REPO, "env": inherited | environment, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-m", *arguments], **options)  # type: ignore[call-overload]
@@ -23,7 +23,7 @@ def run(*arguments: str, **environment: str) -> str:
 
 @pytest.mark.slow
 def test_interpreted_kernels() -> None:
-    """Every case of tests/helpers/triton_cases.py passes, and there are as many as there should be."""
+    """All cases of tests/helpers/triton_cases.py pass, and there are at least 55."""
     output = run("pytest", "tests/helpers/triton_cases.py", TRITON_INTERPRET="1")
     passed = re.search(r"(\d+) passed", output)
     assert passed is not None and int(passed[1]) >= 55 and "skipped" not in output, output[-500:]
@@ -31,6 +31,6 @@ def test_interpreted_kernels() -> None:
 
 @pytest.mark.slow
 def test_compiled_for_the_target_gpus() -> None:
-    """For an A100 and an H100 nothing is spilled or read twice; loads are vectors though 50257 is odd."""
+    """On A100 and H100, nothing is spilled or read twice, and loads are vectors though 50257 is odd."""
     report = run("tests.bench.kernels_static", "--quick")
     assert len(re.findall(r"target <= .* met", report)) == 6, report[-2000:]

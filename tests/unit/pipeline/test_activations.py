@@ -1,4 +1,4 @@
-"""MLPs in tiles and checkpoints in host memory have the loss and gradients of plain layers."""
+"""Tiled MLPs and checkpoints in host memory have the loss and gradients of plain layers."""
 
 from __future__ import annotations
 

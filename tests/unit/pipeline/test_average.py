@@ -1,4 +1,4 @@
-"""A teacher that averages the weights of the student: its values, and the loss against it."""
+"""A teacher that averages the student's weights: its values, and the loss against it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORLD = World(0, 1, torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """One rank without a process group."""
+    """Run as a single rank without a process group."""
     with mock.patch("emo.pipeline.engine.average.gather_objects", lambda value: [value]):
         yield
 
@@ -39,7 +39,7 @@ def average_of(student: nn.Module, teacher: nn.Module, decay: float) -> WeightAv
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
 def test_the_average_equals_a_loop_in_float64(dtype: torch.dtype, decay: float, tmp_path: Path) -> None:
-    """Also the average that another process continues from its file."""
+    """This includes an average that another process continues from its file."""
     torch.manual_seed(0)
     student = nn.Linear(5, 7).to(dtype)
     teacher = copy.deepcopy(student)
@@ -79,7 +79,7 @@ def dense_loss(student: Any, teacher_logits: Tensor, ids: Tensor, temperature: f
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_loss_and_gradients_equal_dense_autograd(lora: bool) -> None:
-    """After steps in which the student leaves its average. The adapted model has one set of base weights."""
+    """The student has moved away from its average. With adapters, the teacher shares the base weights."""
     torch.manual_seed(0)
     temperature = 2.0
     model = family("llama").double().eval()
@@ -111,7 +111,7 @@ def test_loss_and_gradients_equal_dense_autograd(lora: bool) -> None:
     trained.zero_grad()
     now = {name: p.detach().clone() for name, p in weights.items()}
     averages = average.state()
-    with torch.no_grad():  # the average in the student's parameters gives the teacher's logits
+    with torch.no_grad():  # with averaged weights the student gives the teacher's logits
         for name, parameter in weights.items():
             parameter.copy_(averages[name].view_as(parameter))
         expected = model(input_ids=ids).logits

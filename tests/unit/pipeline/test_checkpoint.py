@@ -119,7 +119,7 @@ class DictStore(Store):
 
 @pytest.fixture(params=["directory", "memory://bucket", "dict://runs", "sqlite"])
 def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address of each kind of store."""
+    """Return an address for each kind of store."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setitem(copies.STORES, "dict", DictStore)
@@ -151,7 +151,7 @@ def test_finished_files_are_not_copied_again(tmp_path: Path, target: str) -> Non
     complete = {f"{name}/{file}": len(content) for file, content in (FILES | {COMPLETE: marker}).items()}
     assert copy() == len(FILES) and store.list_files(name) == complete
     assert copy() == 0
-    # an interrupted copy: one file is short, another is missing
+    # In an interrupted copy, one file is short and others are missing.
     for file in (COMPLETE, STATE):
         store.delete(f"{name}/{file}")
     store.write(f"{name}/{part_marker(0, 1)}", [marker])
@@ -161,7 +161,7 @@ def test_finished_files_are_not_copied_again(tmp_path: Path, target: str) -> Non
 
 
 def test_the_last_part_completes_a_copy(tmp_path: Path, target: str) -> None:
-    """Three hosts copy. An earlier launch with two had begun with another checkpoint of that name."""
+    """Three hosts copy, after an earlier launch with two copied parts of another checkpoint of that name."""
     source, store, copy = write(tmp_path, 3), open_store(target), RunCopy(target)
     for file in (COMPLETE, part_marker(1, 2), "state/rank0.pt"):
         store.write(f"{source.name}/{file}", [b"none" * 100])
@@ -177,7 +177,7 @@ def test_the_last_part_completes_a_copy(tmp_path: Path, target: str) -> None:
 
 
 def test_a_changed_file_is_never_copied(tmp_path: Path, target: str) -> None:
-    """The second try does not trust the file of the first, which has the right size."""
+    """The second try does not trust the file of the first, although its size is right."""
     source = write(tmp_path / "run", 3)
     (source / "state/rank0.pt").write_bytes(b"zerp" * 100)
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_changed_file_is_never_copied(tmp_path: Path, target: str) -> None:
 
 
 def test_a_launch_continues_the_copies_of_the_previous_one(tmp_path: Path) -> None:
-    """And tries failed ones again."""
+    """Failed copies are tried again."""
     run, target = tmp_path / "run", tmp_path / "copies"
     write(run, 1)
     target.write_text("in the way")
@@ -202,7 +202,7 @@ def test_a_launch_continues_the_copies_of_the_previous_one(tmp_path: Path) -> No
 
 
 def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, target: str) -> None:
-    """The second host follows the first one. A checkpoint that was pruned meanwhile does not stop them."""
+    """The second host follows the first. A checkpoint that was pruned meanwhile stops neither."""
     run = tmp_path / "run"
     write(run, 1)
     hosts = [Uploads(run, target, 0, 2)]
@@ -285,7 +285,7 @@ def test_a_second_launch_waits_for_the_end_of_the_first(tmp_path: Path) -> None:
     began = time.monotonic()
     second.acquire()
     assert time.monotonic() - began < 0.9  # less than LOCK_SECONDS
-    move_elsewhere(tmp_path)  # its process cannot be checked, but it renews its lock
+    move_elsewhere(tmp_path)  # its process cannot be checked, but the lock is renewed
     with refused("run-in-use"):
         RunLock(tmp_path, active=True).acquire()
 
@@ -295,11 +295,11 @@ def test_a_lock_of_a_dead_host_expires_and_its_holder_notices(tmp_path: Path) ->
     first.acquire()
     assert first.problem is None
     path = move_elsewhere(tmp_path)
-    path.rename(path.with_suffix(".000004"))  # the first one's thread does not find its file
+    path.rename(path.with_suffix(".000004"))  # the thread of the first lock cannot find its file
     second = RunLock(tmp_path, active=True)
     second.acquire()
     assert [p.name for p in tmp_path.glob("lock.*")] == ["lock.000005"]
-    wait_for(lambda: first.lost, "the first one's notice", 10)  # the loop looks at this flag only
+    wait_for(lambda: first.lost, "the first one's notice", 10)  # the training loop checks only this flag
     second.release("stopped")
 
 
@@ -317,7 +317,7 @@ def test_a_full_disk_is_a_failure_and_a_read_only_one_a_mistake(
 
 
 def test_the_heartbeat_shows_activity_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread renews it. A container gets a copy."""
+    """A thread renews the heartbeat. A container has a copy of it."""
     run, copy = tmp_path / "run", tmp_path / "copy.json"
     run.mkdir()
     monkeypatch.setenv(COPY, str(copy))

@@ -1,4 +1,4 @@
-"""Recipes and DeepSpeed files: what resolves, what is refused, and the groups of the optimizer."""
+"""Recipes and DeepSpeed files: how they resolve, rejected settings, and groups of the optimizer."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_adapters_do_with_embeddings_decides_which_settings_are_allowed(rec
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64))
 def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
-    """As few passes as hold the batch, equally large, with less than a row of each rank and pass empty."""
+    """A batch takes as few passes as possible, which have the same size and few empty slots."""
     if batch < ranks:
         with refused("batch-ranks"):
             solve_batch(batch, micro, ranks)
@@ -195,7 +195,7 @@ def test_learning_rate_warms_up_peaks_and_falls(schedule: str) -> None:
 
 
 def test_sums_of_objectives() -> None:
-    """Schedules keep their YAML form when dumped."""
+    """Schedules keep their YAML form in a dump."""
     parts = [{"name": "emo", "weight": 0.5}, {"name": "mle", "weight": {"from": 0.5, "to": 0, "steps": 9}}]
     config = parse_section(ObjectiveConfig, {"sum": parts}, "objective")
     assert config.label == "0.5 emo + (0.5 to 0) mle"
@@ -220,7 +220,7 @@ def resolve_text(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 def test_a_host_lacks_what_the_deepspeed_file_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ranks for copies of weights, libaio and a directory for NVMe, a compiler for Triton."""
+    """It may lack ranks for copies of weights, libaio or a directory for NVMe, or a compiler for Triton."""
 
     def find_error(**section: Any) -> str | None:
         try:
@@ -338,7 +338,7 @@ AXOLOTL_BF16 = {"bf16": {"enabled": True}, "gradient_clipping": "auto", "wall_cl
 def test_files_for_other_trainers_are_accepted(
     resolve_text: Callable[..., Any], tree: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The recipe decides its keys, "auto" is DeepSpeed's default, and one warning lists both."""
+    """The recipe decides its keys, and "auto" means DeepSpeed's default. One warning lists both."""
     made = resolve_text(json.dumps(tree))
     plain = resolve(REPO / "ds_configs/zero2.json")
     assert "auto" not in json.dumps(made) and "scheduler" not in made and "fp16" not in made
@@ -371,7 +371,7 @@ def test_all_errors_of_a_file_are_listed(resolve_text: Callable[..., Any]) -> No
 
 
 def test_the_files_of_this_repository_are_accepted() -> None:
-    """AdamW is PyTorch's, which needs no compilation. The fused one also steps offloaded optimizers."""
+    """AdamW is PyTorch's, which needs no compilation. Offloading uses the fused version."""
     for path in sorted((REPO / "ds_configs").glob("*.json")):
         tree = resolve(path, ranks=8)
         section = tree["optimizer"]
@@ -410,7 +410,7 @@ def test_a_head_with_another_rate_has_a_separate_group(name: str, muon: bool) ->
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "embed_tokens"]])
 def test_lora_plus_speeds_up_the_weights_that_peft_does(targets: Any) -> None:
-    """Except that adapters of an embedding keep the learning rate."""
+    """Adapters of an embedding are an exception, because they keep the learning rate."""
     settings = peft.LoraConfig(r=2, target_modules=targets, use_dora=True)
     model = peft.get_peft_model(family("llama"), settings)
     expected = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1.0, loraplus_lr_ratio=16.0)

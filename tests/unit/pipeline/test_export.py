@@ -33,7 +33,7 @@ IGNORED = ("rope_parameters", "_name_or_path", "architectures", "dtype", "torch_
 
 
 def without_type(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return RoPE's settings without the older key of the type, which transformers keeps."""
+    """Return RoPE's settings without the older key `type`, which transformers keeps."""
     return {k: without_type(v) if isinstance(v, dict) else v for k, v in rope.items() if k != "type"}
 
 
@@ -48,7 +48,7 @@ def test_names_and_rope_of_every_family(name: str, tmp_path: Path) -> None:
     assert config.get("torch_dtype") == config.get("dtype")
     if (rope := before.get("rope_parameters")) is not None:
         assert without_type(rope) == without_type(after["rope_parameters"])
-        known = name != "gemma4_text"  # transformers 4 does not have it
+        known = name != "gemma4_text"  # unknown to transformers 4
         assert bool({"rope_theta", "rotary_emb_base", "global_rope_theta"} & config.keys()) == known
         assert ("rope_scaling" in config) == known
     assert {k: v for k, v in after.items() if k in before and k not in IGNORED} == {
@@ -57,7 +57,7 @@ def test_names_and_rope_of_every_family(name: str, tmp_path: Path) -> None:
     if get_model_conversion_mapping(model, add_legacy=False):
         model.save_pretrained(tmp_path)
         expected = load_file(tmp_path / "model.safetensors")
-        fuse_model(model, get_objective("mle"))  # as it is when a run exports it
+        fuse_model(model, get_objective("mle"))  # as in a run that exports it
         tensors = [(t.name, *t.parts) for t in exported_tensors(model)] + [*persistent_buffers(model)]
         written = dict(saved_tensors(model, exported_names(model), iter(tensors)))
         assert written.keys() == expected.keys()
@@ -91,7 +91,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 
 def test_all_files_of_an_export_name_the_end_of_a_turn(chats: DataConfig, tmp_path: Path) -> None:
-    """The base model's sampling settings stay."""
+    """The sampling settings of the base model are kept."""
     tokenizer = load_tokenizer(chats.dir / "tokenizer")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model = tiny_llama(len(tokenizer), bos_token_id=1, eos_token_id=2)
@@ -129,7 +129,7 @@ def test_eos_stays_if_the_template_writes_it_or_answers_have_several_ends(
 
 
 def test_data_prepared_with_an_export_are_those_before(chats: DataConfig, tmp_path: Path) -> None:
-    """The export also fits the data that it was trained on."""
+    """The export also fits its own training data."""
     tokenizer = load_tokenizer(chats.dir / "tokenizer")
     export = write(tiny_llama(len(tokenizer)), tmp_path / "export", chats)
     again = chats.model_copy(update={"dir": tmp_path / "data", "tokenizer": str(export)})

@@ -1,4 +1,4 @@
-"""Losses and gradients in Trainer and plain loops for all kinds of heads; masks, packing, errors."""
+"""Losses and gradients in Trainer and plain loops for all kinds of heads. Also masks, packing and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EmoTrainer(FusedLossMixin, Trainer):
 
 
 def rows() -> list[dict[str, list[int]]]:
-    """Return rows with different numbers of labels, in half of them one for the first token too."""
+    """Return rows with different numbers of labels. Every second row also has one for its first token."""
     ids = torch.randint(1, VOCAB, (6, LENGTH), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
     for i in range(6):
@@ -70,7 +70,7 @@ def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ONE_TARGET)
 def test_logits_loss_equals_reference(name: str) -> None:
-    """Value and gradient against float64 autograd."""
+    """Value and gradient equal float64 autograd."""
     torch.manual_seed(0)
     vocab = 1500
     z = (torch.randn(3, 9, vocab) * 3).requires_grad_()
@@ -91,7 +91,7 @@ def test_logits_loss_equals_reference(name: str) -> None:
 
 
 def test_emo_loss_module() -> None:
-    """Shifted and unshifted, and nothing to predict."""
+    """Labels may be shifted by the loss or before, and may all be ignored."""
     torch.manual_seed(0)
     z, E = torch.randn(2, LENGTH, VOCAB).requires_grad_(), torch.randn(VOCAB, 5)
     labels = torch.randint(VOCAB, (2, LENGTH))
@@ -110,7 +110,7 @@ def test_emo_loss_module() -> None:
 
 
 def test_labels_that_are_shifted_already_raise() -> None:
-    """A second shift is prevented at the first call, with or without ignored labels."""
+    """The first call detects labels that were shifted before, with or without ignored ones."""
     model = tiny_llama(VOCAB)
     fuse_causal_lm(model, "mle")
     ids = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -122,7 +122,7 @@ def test_labels_that_are_shifted_already_raise() -> None:
 
 
 def test_schedules_raise_if_the_step_is_unknown() -> None:
-    """Without a step it would silently stay at its first one."""
+    """Without a step, a schedule would silently stay at its start."""
     ramps = {"emo": Ramp(1.0, 0.0, 2), "mle": Ramp(0.0, 1.0, 2)}
     moving = weighted_sum([(get_objective(name), ramp) for name, ramp in ramps.items()])
     z, labels = torch.randn(2, LENGTH, VOCAB), torch.randint(VOCAB, (2, LENGTH))
@@ -155,7 +155,7 @@ Documents = list[tuple[list[int], list[int]]]  # ids and labels, aligned
 def naive(
     model: Any, documents: Documents, objective: str, head: Tensor, virtual: int = 0, **options: float
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss per predicted token, every document alone, and its gradients by autograd."""
+    """Return the mean loss per predicted token of separate documents, and its gradients by autograd."""
     losses, C = [], cost_matrix(head)
     for ids, labels in documents:
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, virtual:-1].double()
@@ -176,7 +176,7 @@ def stepped(trainer: Trainer, model: Any) -> tuple[float, dict[str, Tensor]]:
 
 
 def assert_close(got: dict[str, Tensor], gradients: dict[str, Tensor], bound: float) -> None:
-    """Assert that every gradient is right up to a share of the largest."""
+    """Assert that every gradient has an error of at most `bound` times the largest norm."""
     scale = max(float(gradient.norm()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         assert float((got[name] - gradient).norm()) <= bound * scale, name
@@ -199,13 +199,13 @@ def step_through(
     args = arguments(directory, per_device_train_batch_size=2, gradient_accumulation_steps=3)
     if entry_point == "mixin":
         return stepped(EmoTrainer(model, args, train_dataset=rows(), objective=objective), model)
-    model.loss_type = "ForCausalLM"  # as pipeline/loss/models/hf.py says: a GPT-2 would count first tokens
+    model.loss_type = "ForCausalLM"  # else GPT-2 counts first tokens, see pipeline/loss/models/hf.py
     cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
     function = loss_function(objective, cost)
     return stepped(Trainer(model, args, train_dataset=rows(), compute_loss_func=function), model)
 
 
-# Heads: tied and biased, narrower than the body, capped, scaled; a router, a recurrence, two stacks.
+# Heads: tied, biased, narrower than the body, capped, scaled. Bodies: a router, a recurrence, two stacks.
 PECULIAR = ("gpt2", "phi", "opt", "gemma2", "granite", "mixtral", "mamba", "bart")
 CASES = [("mixin", name) for name in PECULIAR]
 CASES += [
@@ -231,7 +231,7 @@ DOCUMENTS = (7, 3, 10, 1, 6)
 
 @pytest.mark.parametrize("name", ["opt", "gpt2"])
 def test_packed_and_padded_rows_train_like_single_documents(name: str, tmp_path: Path) -> None:
-    """The Trainer drops columns that it does not find in the signature of the model's forward."""
+    """The Trainer drops columns that are not in the signature of the model's forward."""
     ids = torch.randint(1, VOCAB, (4, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(5))
     documents = [(part.tolist(), part.tolist()) for row in ids for part in row.split(DOCUMENTS)]
     plain = without_dropout(family(name))
@@ -239,7 +239,7 @@ def test_packed_and_padded_rows_train_like_single_documents(name: str, tmp_path:
     positions = torch.cat([torch.arange(n) for n in DOCUMENTS])
     packed = [{"input_ids": row, "labels": row.masked_fill(positions == 0, -100)} for row in ids]
     ways = [[{k: v.tolist() for k, v in (row | {"position_ids": positions}).items()} for row in packed]]
-    for left in (False, True)[: 1 if name == "gpt2" else 2]:  # its positions count padding on the left
+    for left in (False, True)[: 1 if name == "gpt2" else 2]:  # its positions include padding on the left
         ways.append([])
         for part, _ in documents:
             fill = [0] * (10 - len(part))

@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer with the fused loss beside a naive computation; examples and the README's snippet.
+"""TRL's SFTTrainer with the fused loss against a naive computation, examples, and the README's snippet.
 
-`make trl-test` runs these with the oldest TRL that pyproject.toml allows, too.
+`make trl-test` also runs these tests with the oldest TRL that pyproject.toml allows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of words: w1 is 1, and so on."""
+    """Return a tokenizer of words, in which w1 has the id 1, and so on."""
     words = ["<pad>", *(f"w{i}" for i in range(1, VOCAB - 3)), "user", "assistant", "<eos>"]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
     whole = Tokenizer(model)
@@ -66,7 +66,7 @@ def parts() -> list[tuple[list[int], list[int]]]:
 
 
 def documents(learn_prompts: bool) -> Documents:
-    """Return what a prompt and its completion are as tokens."""
+    """Return the tokens and labels of each prompt with its completion."""
     return [(p + c + [EOS], (p if learn_prompts else [-100] * len(p)) + c + [EOS]) for p, c in parts()]
 
 
@@ -83,7 +83,7 @@ def conversations() -> list[dict[str, Any]]:
 
 
 def answers() -> Documents:
-    """Return what a conversation is as tokens, of which the assistant's alone are learned."""
+    """Return the tokens of each conversation, with labels for those of the assistant only."""
     questions = [[VOCAB - 3, *p, VOCAB - 2] for p, _ in parts()]
     replies = [[*c, EOS] for _, c in parts()]
     return [(q + r, [-100] * len(q) + r) for q, r in zip(questions, replies, strict=True)]
@@ -142,9 +142,9 @@ ADAPTERS = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters(kind: str, tmp_path: Path) -> None:
-    """The adapter's gradients are those of the wrapped model's logits, and nothing else moves.
+    """The adapter has the gradients of the wrapped model's logits, and no other weight changes.
 
-    TRL wraps one of the models, PEFT the other.
+    TRL wraps one of the models, and PEFT the other.
     """
     base = tiny_llama(VOCAB)
     head = base.lm_head.weight.detach().clone()
@@ -203,7 +203,7 @@ OWN = "examples/my_objective.py:unsure"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model with its tokenizer, a text, and the repository as the working directory."""
+    """Write a model with its tokenizer and data, and make the repository the working directory."""
     tiny_llama(400).save_pretrained(tmp_path / "model")
     load_tokenizer(str(tiny_tokenizer())).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("\n".join(texts(400)), encoding="utf-8")
@@ -230,7 +230,7 @@ def test_examples(folder: Path, name: str) -> None:
 
 
 def test_the_snippet_of_the_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As printed, on a machine without a GPU too; only the model is another GPT-2."""
+    """The snippet runs as printed, also without a GPU. Only its model is replaced."""
     text = (REPO / "README.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     hub = "openai-community/gpt2"

@@ -1,4 +1,4 @@
-"""Checks of a host, and the error codes and exit codes of ranks that fail."""
+"""Checks of a host, and the error codes and exit codes of failed ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CUDA = CPU_ONLY._replace(build="CUDA 13.0", present=True)
     ],
 )
 def test_ranks_do_not_start_without_usable_gpus(gpus: GpuFacts, ranks: int, code: str | None) -> None:
-    """It is a failure if another host may have the GPU, otherwise a mistake of the user."""
+    """An error is a failure if another host may have the GPU, and otherwise a mistake of the user."""
     error = find_gpu_error(gpus, ranks)
     assert (error.code if error else None) == code
     assert isinstance(error, FailureError) == (code == HARDWARE)
@@ -61,7 +61,7 @@ def test_ranks_share_the_allowed_cores_unless_srun_has_bound_each(monkeypatch: p
     for allowed, count, launcher, expected in (
         (4, 4, "RANK", 1),
         (8, 8, "SLURM_PROCID", 8),
-        (32, 8, "SLURM_PROCID", 4),  # a job on half of a host, its ranks not bound
+        (32, 8, "SLURM_PROCID", 4),  # a job on half of a host, with unbound ranks
     ):
         monkeypatch.setenv(launcher, "0")
         monkeypatch.setenv("LOCAL_SIZE", str(count))
@@ -123,7 +123,7 @@ Port = tuple[str, str, str, str]  # driver, link layer, rate, state
 
 
 def host_with(directory: Path, ports: list[Port], lacks: str) -> preflight.Fabric:
-    """Return the network of a host with these ports, without one library or device."""
+    """Return the network of a host with these ports, but without the library or device `lacks`."""
     for number, (driver, *texts) in enumerate(ports):
         device = directory / "class" / f"device_{number}"
         (device / "ports/1").mkdir(parents=True)
@@ -263,7 +263,7 @@ def test_exit_codes_before_and_after_a_step(error: Exception, before: ExitCode, 
 def test_a_rank_reports_its_code_and_the_node_to_avoid(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, advanced: bool, report: str
 ) -> None:
-    """train.sbatch and the supervisor read the report. The node's name is Slurm's."""
+    """train.sbatch and the supervisor read the report. The node's name comes from Slurm."""
     monkeypatch.setenv("SLURMD_NODENAME", "node-7")
 
     class Quiet(SignalWatch):

@@ -30,7 +30,7 @@ IDS = torch.arange(24).view(2, 12)
     ],
 )
 def test_kernels_may_differ_by_rounding_only(fault: str, kind: str, dtype: torch.dtype) -> None:
-    """Outputs and gradients are compared. A gradient that is a tenth too small is an error."""
+    """Outputs and gradients are compared. A gradient that is 10 % too small is an error."""
     changes = {"hidden_act": "gelu"} if fault == "output" else {}
     model = family("llama", **changes).to(dtype)
     by_hand(model, slope=0.9 if fault == "gradient" else 1.0)

@@ -1,4 +1,4 @@
-"""Heartbeats and traces of the ranks: find the late rank of a hang, and feed a host's health check."""
+"""Heartbeats and traces of ranks show the late rank of a hang, and feed a host's health check."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def write_rank(run_dir: Path, rank: int, enqueued: int, started: int, **state: A
 @pytest.mark.parametrize(
     ("counts", "culprit"),
     [
-        ([(9, 8), (9, 8), (7, 7), (9, 8)], "rank 2 on node-1 (training)"),  # has not called it
-        ([(9, 8), (9, -1), (9, 8), (9, 8)], "rank 1 on node-0 (training)"),  # its device has not started it
+        ([(9, 8), (9, 8), (7, 7), (9, 8)], "rank 2 on node-1 (training)"),  # has not called the collective
+        ([(9, 8), (9, -1), (9, 8), (9, 8)], "rank 1 on node-0 (training)"),  # its device has not started
         ([(9, 8), (9, 8), (0, 0), (0, 0)], "rank 2 on node-1 and 1 more (training)"),  # a lost node
         ([(9, 8)] * 4, None),
         ([(0, 0)] * 4, None),
@@ -104,7 +104,7 @@ def test_collectives_are_recorded_in_the_run_directory_and_settings_of_the_user_
 
 
 def test_the_first_rank_of_a_host_writes_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On rank 0's host the run's lock writes it."""
+    """On the host of rank 0, the lock of the run writes the copy."""
     copy, now = tmp_path / "copy.json", 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     monkeypatch.setenv(COPY, str(copy))

@@ -53,7 +53,7 @@ def test_each_method_equals_its_definition(models: list[Path], tmp_path: Path) -
         a, b = one[name].flatten(), two[name].flatten()
         angle = torch.arccos(torch.dot(a, b) / (a.norm() * b.norm()))
         rotated = (torch.sin(0.75 * angle) * a + torch.sin(0.25 * angle) * b) / torch.sin(angle)
-        if a.equal(b):  # norms that start as ones
+        if a.equal(b):  # norms that are all ones
             rotated = a
         expected = {
             "mean": (one[name] + two[name]) / 2,
@@ -71,7 +71,7 @@ def test_each_method_equals_its_definition(models: list[Path], tmp_path: Path) -
 def test_the_best_coefficient_on_a_set_is_chosen(
     models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The loss of each is the mean over the set's tokens, and documents are read separately."""
+    """The loss is the mean over the tokens of the set, and documents are read separately."""
     tiny_recipe(tmp_path, data={"tokenizer": str(models[0]), "train_tokenizer": None})
     data = TokenDataset(tmp_path / "data/validation")
     assert merge(models[:2], tmp_path / "out", "--choose", str(data.directory)) == 0
@@ -109,7 +109,7 @@ def test_ties_keeps_large_changes_of_the_elected_sign() -> None:
     base = torch.zeros(4)
     changes = [torch.tensor([4.0, 1.0, -3.0, 0.5]), torch.tensor([2.0, -1.0, 5.0, 0.1])]
     merged = merge_tensors(changes, base, Merge("ties", (1.0, 1.0), 0.5))
-    assert merged.tolist() == [3.0, 0.0, 5.0, 0.0]  # the third changes by 5 - 3, so its sign is +
+    assert merged.tolist() == [3.0, 0.0, 5.0, 0.0]  # the third changes by 5 - 3, so its sign is positive
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_models_of_another_architecture_are_rejected(
     published = json.loads((other / "config.json").read_text()) | {"num_hidden_layers": 2}
     short = {key: value for key, value in published.items() if key not in ("rope_parameters", "head_dim")}
     shutil.copytree(models[0], tmp_path / "published")
-    (tmp_path / "published/config.json").write_text(json.dumps(short))  # an older program wrote fewer keys
+    (tmp_path / "published/config.json").write_text(json.dumps(short))  # as older programs write it
     assert merge([tmp_path / "published", models[0]], tmp_path / "same") == 0
     assert merge([models[0], tmp_path], tmp_path / "out") == 2
     assert "is not a model directory" in capsys.readouterr().err

@@ -43,7 +43,7 @@ from tests.helpers.corpus import random_dataset
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
 
-Change = Callable[[dict[str, Tensor]], Any]  # of the tensors of a checkpoint
+Change = Callable[[dict[str, Tensor]], Any]  # changes the tensors of a checkpoint
 UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
 
@@ -99,7 +99,7 @@ def test_equal_embeddings_of_tokens_in_the_data_are_warned_of(
 
 
 def test_a_gpu_gets_the_first_attention_that_host_and_family_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is torch's kernel, flash-attn, SDPA. Float32 never gets an attention for half precision."""
+    """The order is torch's kernel, flash-attn, SDPA. Float32 never uses an attention for half precision."""
     monkeypatch.setattr("emo.pipeline.engine.device.devices.on_gpu", lambda: True)
     monkeypatch.setattr("emo.pipeline.engine.device.devices.kernel_is_new_enough", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -112,7 +112,7 @@ def test_a_gpu_gets_the_first_attention_that_host_and_family_support(monkeypatch
     assert choose("llama") == "varlen"
     assert choose("llama", dtype="float32") == "sdpa"
     assert choose("xglm") == "eager"
-    assert choose("gpt2") == "sdpa"  # it has dropout
+    assert choose("gpt2") == "sdpa"  # GPT-2 has dropout
     assert choose("llama", {"head_dim": 264}) == "sdpa"
     with pytest.raises(UserError):
         choose("llama", attn_implementation="varlen", dtype="float32")
@@ -120,7 +120,7 @@ def test_a_gpu_gets_the_first_attention_that_host_and_family_support(monkeypatch
         choose("llama", attn_implementation="flash_attention_2")
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     assert choose("gpt2") == "flash_attention_2"
-    assert choose("gemma2") == "flash_attention_2"  # it has a soft cap
+    assert choose("gemma2") == "flash_attention_2"  # Gemma 2 has a soft cap
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert choose("llama") == "flash_attention_2"
 
@@ -197,7 +197,7 @@ def test_data_that_do_not_fit_the_model_are_rejected(shared_data: Path) -> None:
     new, stories = model_section(), ModelConfig(path=str(shared_data / "models" / "stories260K"))
     tokenizer = load_tokenizer(str(stories.path))
     right, end = tokenizer_fingerprint(tokenizer), tokenizer.eos_token_id
-    tokenizer.eos_token = "a"  # data may end with another token than the model's
+    tokenizer.eos_token = "a"  # the end token of the data may differ from the model's
     changed, changed_end = tokenizer_fingerprint(tokenizer), tokenizer.eos_token_id
     for model, vocabulary, block, digest, eos, fits in (
         (new, 61, 32, "x", end, True),
@@ -219,7 +219,7 @@ def test_data_that_do_not_fit_the_model_are_rejected(shared_data: Path) -> None:
 
 
 def check_packing(model: Any, attention: str, *segments: int) -> None:
-    """Check a model as the trainer does, for sets of two rows with these numbers of segments."""
+    """Check a model as the trainer does, for data sets of two rows with these numbers of segments."""
     fuse_model(model, get_objective("mle"))
     engine: Any = SimpleNamespace(
         model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu"), sequence=1)
@@ -248,7 +248,7 @@ def test_text_of_a_model_with_images_can_be_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("segments", [(3,), (2, 3)])
 def test_packed_data_need_a_model_that_separates_documents(segments: tuple[int, ...]) -> None:
-    """In training or validation data."""
+    """This applies to training data and to validation data."""
     with pytest.raises(UserError, match="BloomForCausalLM"):
         check_packing(family("bloom"), "auto", *segments)
     check_packing(family("bloom"), "auto", 2)
@@ -256,7 +256,7 @@ def test_packed_data_need_a_model_that_separates_documents(segments: tuple[int, 
 
 @pytest.mark.parametrize("chosen", ["auto", "varlen"])
 def test_auto_replaces_an_attention_that_does_not_separate_documents(chosen: str) -> None:
-    """As in a family that does not pass segments to its layers. An explicit choice is rejected."""
+    """Some families do not pass segments to their layers. An explicit choice is rejected."""
     model = family("opt", "varlen")
     body = model.model.forward
 

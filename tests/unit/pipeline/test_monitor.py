@@ -1,4 +1,4 @@
-"""What a run logs and watches for while it trains: metrics, loggers, the profiler, the guard."""
+"""What a run logs and monitors: metrics, loggers, the profiler and the guard."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def config(directory: Path, **train: object) -> RunConfig:
 def reporter(
     directory: Path, step: int = 0, steps: int = 10, facts: RunFacts | None = None, **options: Any
 ) -> Metrics:
-    """Metrics of rank 0. Options of Metrics by name; the others are settings of `train`."""
+    """Return the metrics of rank 0. Options are those of Metrics, or settings of `train`."""
     given = {name: options.pop(name) for name in ("console", "clock") if name in options}
     console = given.pop("console", None) or Console("quiet", io.StringIO())
     start = RunState(steps, step=step)
@@ -62,12 +62,12 @@ def take_step(metrics: Metrics, step: int, totals: StepTotals, tokens: int = 0, 
 
 
 def same_documents(nll: float) -> Documents:
-    """Five documents with this NLL per token."""
+    """Return five documents with this NLL per token."""
     return Documents("set", nll * np.arange(3, 8), np.arange(3, 8))
 
 
 def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
-    """Skipped steps are counted but do not change the means."""
+    """Skipped steps are counted, but do not change the means."""
     metrics = reporter(tmp_path, facts=RunFacts(rows=32), global_batch_size=8, logging_steps=2)
     measured = StepTotals(1.0, 2.0, 3.0, 4, False)
     metrics.record_validation(RunState(10), "home", measured, same_documents(1.0))
@@ -120,7 +120,7 @@ def test_the_glossary_explains_every_event() -> None:
 
 
 def by_domain(*domains: tuple[int, float, float]) -> StepTotals:
-    """A step whose totals are those of its domains: tokens, loss, NLL."""
+    """Return totals that are the sums of the domains, each of them (tokens, loss, NLL)."""
     tokens, loss, nll = (sum(column) for column in zip(*domains, strict=True))
     parts = tuple(DomainTotals(*domain) for domain in domains)
     return StepTotals(loss, nll, 0.5, int(tokens), False, domains=parts)
@@ -159,7 +159,7 @@ def test_a_long_run_resumes_without_reading_all_its_records(
     assert len(parsed) == 11
     run_dir.drop_records(path, 1990)
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 1991))
-    path.write_text('{"step": 1}')  # whole but for the end of its line
+    path.write_text('{"step": 1}')  # complete except for the end of the line
     run_dir.drop_records(path, 1)
     assert path.read_text() == '{"step": 1}\n'
     run_dir.drop_records(path, 0)
@@ -167,7 +167,7 @@ def test_a_long_run_resumes_without_reading_all_its_records(
 
 
 class Clock:
-    """A clock that a test sets."""
+    """A clock that the test sets."""
 
     now = 100.0
 
@@ -176,7 +176,7 @@ class Clock:
 
 
 def run_steps(metrics: Metrics, clock: Clock, steps: range, pause_after: int = 0) -> None:
-    """Ten tokens and two seconds a step, with an hour's pause after step `pause_after`."""
+    """Take steps of ten tokens and two seconds, with a pause of an hour after step `pause_after`."""
     for step in steps:
         clock.now += 2.0
         totals = by_domain((4, 0.5 * step, step), (6, 0.5 * step, step))._replace(grad_norm=float(step))
@@ -231,7 +231,7 @@ def test_a_resumed_run_logs_what_an_undisturbed_run_does(tmp_path: Path) -> None
 
 
 def test_tensorboard_and_wandb_get_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run directories with the same name are different W&B runs. A resumed run stays the same one."""
+    """Directories with the same name have different W&B runs. A resumed run continues its W&B run."""
     import wandb
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -311,7 +311,7 @@ def test_trackio_continues_the_run_of_a_directory(tmp_path: Path, monkeypatch: p
 
 
 def test_the_profiler_records_its_steps_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that stops earlier writes what it has. On a GPU also its memory is recorded."""
+    """A run that stops earlier writes the steps so far. On a GPU, its memory is recorded as well."""
     calls: list[str] = []
     for name in ("_record_memory_history", "_dump_snapshot"):
         record = lambda *path, name=name, **options: calls.append(f"{name} {[*path, *options]}")  # noqa: E731
@@ -360,7 +360,7 @@ def test_only_bad_steps_in_a_row_end_the_run(tmp_path: Path, bad: StepTotals) ->
 
 
 def test_a_spike_is_recorded_or_ends_the_run_also_after_a_resume(tmp_path: Path) -> None:
-    """Also a spike of the loss alone, which transport costs can cause."""
+    """Transport costs can cause a spike of the loss alone, which counts as well."""
     jump = totals(2.0)._replace(loss=100.0)
     options: dict[str, Any] = {"spike_factor": 3, "max_skipped": 3}
     first = guard(tmp_path, **options)
@@ -375,7 +375,7 @@ def test_a_spike_is_recorded_or_ends_the_run_also_after_a_resume(tmp_path: Path)
 
 
 def test_batches_that_the_model_wrote_are_compared_with_one_another(tmp_path: Path) -> None:
-    """Their loss is the divergence alone."""
+    """Their loss is only the divergence."""
     watch = guard(tmp_path, spike_factor=3, spike_stops=True)
     for step in range(30):
         batch = WRITTEN if step % 3 else BATCH

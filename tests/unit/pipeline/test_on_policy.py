@@ -110,11 +110,11 @@ def test_the_plan_includes_the_time_of_writing() -> None:
 
 
 def micro_batch() -> dict[str, Any]:
-    """Two rows: an instruction, a text and padding, then a text and an unsupervised document."""
+    """Return a row of an instruction, a text and padding, and one of a text and an unsupervised document."""
     ids = torch.arange(24).view(2, 12)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]])
     labels = torch.full((2, 12), IGNORE)
-    labels[0, 2:4] = ids[0, 3:5]  # the first three are the instruction
+    labels[0, 2:4] = ids[0, 3:5]  # the first three tokens are the instruction
     labels[0, 5:8] = ids[0, 6:9]
     labels[1, 0:7] = ids[1, 1:8]
     bounds, _ = segments(positions)
@@ -128,9 +128,9 @@ def test_prompts_end_where_supervision_begins() -> None:
 
 
 def test_a_special_token_at_the_end_of_an_answer_ends_texts() -> None:
-    """A truncated answer ends in an ordinary token, which does not."""
+    """A truncated answer ends with an ordinary token, which does not end texts."""
     ids, labels = torch.arange(24).view(2, 12), torch.full((2, 12), IGNORE)
-    labels[0, 1:4] = ids[0, 2:5]  # two answers: tokens 2 to 4, and 8 to 10
+    labels[0, 1:4] = ids[0, 2:5]  # two answers, with the tokens 2 to 4 and 8 to 10
     labels[0, 7:10] = ids[0, 8:11]
     labels[1, 3:6] = ids[1, 4:7]
     bounds, _ = segments(torch.arange(12).repeat(2, 1))
@@ -150,7 +150,7 @@ def test_repacked_rows_leave_out_documents_that_do_not_fit() -> None:
     assert result[BOUNDS].tolist() == [0, 9, 12, 17, 24]
     plan = result["labels"]
     assert dict(zip(plan.positions.tolist(), plan.labels.tolist(), strict=True)) == {
-        **dict(zip(range(2, 8), range(90, 96), strict=True)),  # the text of 2 and its prompt of 2 did not fit
+        **dict(zip(range(2, 8), range(90, 96), strict=True)),  # the second text did not fit
         15: 98,
     }
 
@@ -159,7 +159,7 @@ TEXTS = [[50, 51, 52], [53, 54], [55]]
 
 
 def test_teachers_read_the_answer_before_the_text() -> None:
-    """Prompt, answer, prompt and text of each document. The texts of student and teacher correspond."""
+    """A document is prompt, answer, prompt and text. Tokens of the student and the teacher correspond."""
     micro = micro_batch()
     result = repack_rows(micro, find_prompts(micro), TEXTS, context=12)
     seen = result[DEMONSTRATION + "input_ids"]
@@ -173,7 +173,7 @@ def test_teachers_read_the_answer_before_the_text() -> None:
     taught = result[TEACHER_POSITIONS].flatten()[plan.positions]
     assert seen.flatten()[taught + 1].tolist() == plan.labels.tolist()
     assert torch.equal(seen.flatten()[taught], result["input_ids"].flatten()[plan.positions])
-    # in a context of nine tokens, only the second document has room for an answer
+    # in a context of nine tokens, an answer fits only into the second document
     assert repack_rows(micro, find_prompts(micro), TEXTS, context=9)["labels"].labels.tolist() == [53, 54]
 
 
@@ -203,7 +203,7 @@ def test_the_loss_with_demonstrations_equals_dense_autograd() -> None:
 
 
 def test_the_plan_includes_what_teachers_read() -> None:
-    """Rows of twice the length double the forward pass of the teacher, in the share of the steps."""
+    """Rows of twice the length double the teacher's forward pass, in this share of the steps."""
     teacher = {"teacher": LLAMA_7B, "copied": False}
     pair = [Setup(8, 2, 1, 2048, demonstrated=share, **teacher) for share in (0.0, 0.5)]
     less, more = (footprint.step_time(LLAMA_7B, setup, ACCELERATORS["A100-80G"]).teacher for setup in pair)

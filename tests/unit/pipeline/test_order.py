@@ -1,4 +1,4 @@
-"""The order of rows with and without mixtures, and reading them as batches."""
+"""The order of rows with and without mixtures, and how rows are read as batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.helpers.refusals import refused
 
 NAMES = ("home", "abroad", "sea", "law")
 BATCH = 8
-Rows = tuple[np.ndarray, np.ndarray]  # domain and supervised tokens of each
+Rows = tuple[np.ndarray, np.ndarray]  # domain and supervised tokens of each row
 
 
 def mixture(**settings: object) -> MixtureConfig:
@@ -55,7 +55,7 @@ def test_the_order_without_a_mixture_never_changes() -> None:
 
 @st.composite
 def data(draw: st.DrawFn) -> Rows:
-    """Rows of one to four domains, in any order, of equal or different lengths."""
+    """Draw rows of one to four domains, in any order, of equal or different lengths."""
     counts = draw(st.lists(st.integers(1, 60), min_size=1, max_size=len(NAMES)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     domain = rng.permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.uint16)
@@ -65,12 +65,12 @@ def data(draw: st.DrawFn) -> Rows:
 
 @st.composite
 def mixtures(draw: st.DrawFn, names: tuple[str, ...], epochs: bool = False) -> MixtureConfig:
-    """A mixture of `names`, with limits of epochs if `epochs`."""
+    """Draw a mixture of `names`, with limits on epochs if `epochs`."""
     by = draw(st.sampled_from(["tokens", "rows"]))
     most = draw(st.dictionaries(st.sampled_from(names), st.integers(1, 3))) if epochs else {}
     if draw(st.booleans()):
         return mixture(temperature=draw(st.floats(0.5, 100)), by=by, max_epochs=most)
-    number = st.integers(1, 100).map(float)  # a tiny share would take long to come
+    number = st.integers(1, 100).map(float)  # rows with a tiny share would come late
     ramps = st.fixed_dictionaries({"from": number, "to": number, "steps": st.integers(1, 60)})
     shares = {name: draw(number | ramps.map(RampConfig.model_validate)) for name in names}
     return MixtureConfig(shares=shares, by=by, max_epochs=most)
@@ -95,7 +95,7 @@ def test_ranks_resumes_and_changed_mixtures_do_not_change_the_sequence(draws: st
     steps = [order.step_rows(step) for step in range(40)]
     assert {len(step) for step in steps} == {BATCH}
     sequence = np.concatenate(steps)
-    for domain in np.unique(rows[0]):  # every row of a domain is used once before any is used twice
+    for domain in np.unique(rows[0]):  # each row of a domain is used once before any is used again
         stream, size = sequence[rows[0][sequence] == domain], int((rows[0] == domain).sum())
         for start in range(0, len(stream), size):
             epoch = stream[start : start + size]
@@ -114,16 +114,16 @@ def test_ranks_resumes_and_changed_mixtures_do_not_change_the_sequence(draws: st
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("by", ["tokens", "rows"])
 def test_shares_are_within_one_percent_over_1000_steps(uneven: bool, by: str) -> None:
-    """Also with ramps and rows of 1 to 2,000 tokens."""
+    """This includes ramps and rows of 1 to 2,000 tokens."""
     rng = np.random.default_rng(0)
     domain = rng.permutation(np.repeat(np.arange(4), [5000, 300, 70, 900]))
     tokens = np.exp(rng.uniform(0, math.log(2000), len(domain))).astype(int) if uneven else 255
-    tokens = np.broadcast_to(tokens, len(domain)) * (1 + domain)  # rows of the domains differ in length
+    tokens = np.broadcast_to(tokens, len(domain)) * (1 + domain)  # lengths differ between domains
     shares = {"home": {"from": 0.3, "to": 0.1, "steps": 600}, "abroad": 0.5, "sea": 0.15, "law": 0.05}
     order = mixed((domain, tokens), (0, mixture(shares=shares, by=by)))
     rows = np.concatenate([order.step_rows(step) for step in range(1000)])
     sizes = tokens[rows] if by == "tokens" else np.ones(len(rows))
-    moved = np.minimum((np.arange(1000) + 0.5) / 600, 1)  # part of the ramp, in the middle of each step
+    moved = np.minimum((np.arange(1000) + 0.5) / 600, 1)  # part of the ramp at the middle of each step
     due = np.array([0.3 - 0.2 * moved, *np.outer([0.5, 0.15, 0.05], np.ones(1000))])
     due /= due.sum(0)
 
@@ -203,7 +203,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 def test_micro_batches_cover_the_rows_in_order(config: DataConfig) -> None:
-    """Labels of rows that are not real are ignored."""
+    """Rows that are not real have no labels."""
     data, _ = open_prepared(config)
     rows = np.arange(len(data))[:7]
     real = np.arange(len(rows)) != 4
@@ -220,7 +220,7 @@ def test_micro_batches_cover_the_rows_in_order(config: DataConfig) -> None:
 
 
 def test_a_row_of_weight_2_trains_like_two_rows(tmp_path: Path) -> None:
-    """Loss and gradient are equal to 1e-6, up to order and packing. The divisor is the sum of the weights."""
+    """Loss and gradient agree to 1e-6 if order and packing differ. The divisor is the sum of the weights."""
     results = []
     for folder, weight, copies in (("weighted", 2, 1), ("twice", 1, 2)):
         root = tmp_path / folder
@@ -246,7 +246,7 @@ def test_a_row_of_weight_2_trains_like_two_rows(tmp_path: Path) -> None:
 
 
 def test_the_loader_reads_one_step_ahead(config: DataConfig) -> None:
-    """It reads nothing after the last step. Steps may be skipped."""
+    """The loader reads nothing after the last step. Steps may be skipped."""
     data, _ = open_prepared(config)
     steps_read: list[int] = []
 
@@ -292,7 +292,7 @@ def test_a_changed_shard_stops_first_and_later_launches(
     [(35, 12, 1, 3), (36, 12, 1, 3), (37, 12, 1, 4), (18, 12, 1, 2), (35, 12, 2, 6), (100, 3, 0.3, 10)],
 )
 def test_an_epoch_includes_every_row(rows: int, batch: int, epochs: float, steps: int) -> None:
-    """The last step is filled with rows of the next epoch. With a mixture it is left out."""
+    """The last step is filled with rows of the next epoch. With a mixture, this step is left out."""
     keys: dict[str, Any] = {"num_train_epochs": epochs, "global_batch_size": batch}
     assert count_steps(TrainConfig(**keys), rows) == steps
     order = BatchOrder(rows, batch, 0)

@@ -1,4 +1,4 @@
-"""Own time of a rank, slow ranks, and what the driver reports."""
+"""A rank's own time, slow ranks, and readings of the driver."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ EVEN, LATE = [1.0, 1.1, 1.0, 1.0], [1.0, 1.0, 1.0, 2.0]
 @pytest.mark.parametrize(
     ("windows", "steps", "seconds", "warnings"),
     [
-        ([LATE, LATE, LATE], 5, 3.0, 1),  # once
+        ([LATE, LATE, LATE], 5, 3.0, 1),  # one warning
         ([LATE, LATE, LATE], 3, 3.0, 0),  # too few steps
         ([EVEN[::-1], LATE[::-1], EVEN], 50, 3.0, 0),
-        ([[1.0, 1.0, 1.0, 1.1], LATE], 50, 3.0, 0),  # slowest in two windows, slow in one
+        ([[1.0, 1.0, 1.0, 1.1], LATE], 50, 3.0, 0),  # slowest in two windows, but slow in only one
         ([LATE, EVEN, LATE], 9, 3.0, 0),
         ([LATE, LATE[::-1], LATE], 9, 3.0, 0),
         ([LATE, LATE, LATE[::-1], LATE[::-1]], 5, 3.0, 2),
         ([EVEN, EVEN], 9, 3.0, 0),
-        ([LATE, LATE], 9, 30.0, 0),  # a small part of a step
+        ([LATE, LATE], 9, 30.0, 0),  # the delay is a small part of a step
     ],
 )
 def test_a_rank_that_stays_slow_is_warned_about_once(
@@ -38,7 +38,7 @@ def test_a_rank_that_stays_slow_is_warned_about_once(
     stragglers = Stragglers(HOSTS)
     with caplog.at_level(logging.WARNING):
         for window in windows:
-            stragglers.add([float("nan"), *window[1:]])  # the first step of a launch
+            stragglers.add([float("nan"), *window[1:]])  # the first step of a launch is not timed
             for _ in range(steps):
                 stragglers.add(window)
             record = stragglers.record(seconds)
@@ -82,7 +82,7 @@ def test_the_head_is_timed_on_the_device_and_only_in_training(monkeypatch: pytes
 
 
 def test_the_driver_s_readings_are_none_where_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No driver, an unknown GPU, a reading that a GPU does not support."""
+    """There may be no driver, an unknown GPU, or a reading that the GPU does not support."""
     assert pace.read_temperature("absent") is None
 
     def find(name: str) -> int:

@@ -51,7 +51,7 @@ LLAMA, QUICKSTART = PAPER / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-p
 EIGHT = ["--gpus", "8xA100-80G"]
 LLAMA_7B, A100 = published.LLAMA_7B, ACCELERATORS["A100-80G"]
 RUNS = published.runs()
-# tests/unit/common/test_shipped_recipes.py plans recipes with their own commands. stories260k needs weights.
+# test_shipped_recipes.py plans recipes that have their own commands. stories260k needs weights.
 OTHERS = [p for p in SHIPPED if p not in ALONE and "stories260k" not in p.stem]
 
 
@@ -82,8 +82,8 @@ def cells(printed: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda p: p.stem)
 def test_every_recipe_plans(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config(path, [f"output_dir={tmp_path / 'run'}"])  # the recipe's own may hold a run
-    if config.model.architecture is None:  # continues an export that `make quickstart` writes
+    config = load_config(path, [f"output_dir={tmp_path / 'run'}"])  # the recipe's directory may contain a run
+    if config.model.architecture is None:  # it continues an export of `make quickstart`
         config = config.model_copy(update={"model": load_config(QUICKSTART, []).model})
     print_plan(config, ranks=4)
     printed = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_the_best_settings_are_the_fastest_of_those_that_fit(
     assert {c.setup.stage for c in every if c.setup.compiled} == {1, 2}
     rows = cells(capsys.readouterr().out)
     with_kernels = every_choice(load_config(LLAMA, ["model.kernels=liger"]), "8xA100-40G")
-    assert not any(choice.setup.compiled for choice in with_kernels)  # a recipe has one or the other
+    assert not any(choice.setup.compiled for choice in with_kernels)  # a recipe uses kernels or compilation
     without = {(choice.file, choice.setup): choice for choice in every}
     for kernels in with_kernels:
         plain = without[kernels.file, dataclasses.replace(kernels.setup, kernels=False)]
@@ -186,7 +186,7 @@ def test_the_best_settings_are_the_fastest_of_those_that_fit(
 
 
 def test_exit_codes_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing fits, the run does not fit, fewer rows than GPUs, an unknown GPU, wrong --write."""
+    """Runs that do not fit are failures. Too many or unknown GPUs and a wrong --write are mistakes."""
     existing = tmp_path / "mine.yaml"
     existing.write_text("mine")
     long = ["data.sequence_len=65536", "model.architecture.max_position_embeddings=65536"]
@@ -204,7 +204,7 @@ def test_exit_codes_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_gpus_are_parsed_before_any_library_is_imported() -> None:
-    """The memory of a GPU kind with one size is optional."""
+    """The memory is optional for a kind of GPU that has only one size."""
     assert parse_cluster("8xH100") == parse_cluster("8xh100-80g") == Cluster(8, "H100-80G")
     for text in ("8xA100", "8xB300", "H100", "0xH100"):
         with refused("gpus"):
@@ -224,7 +224,7 @@ def test_gpus_are_parsed_before_any_library_is_imported() -> None:
     ],
 )
 def test_a_dry_run_rejects_what_training_rejects(override: str, planned: bool) -> None:
-    """Also before the data are prepared. A plan for other hosts does not depend on this one."""
+    """The data need not be prepared. A plan for other hosts does not depend on this host."""
     config = load_config(QUICKSTART, ["output_dir=runs/unstarted", "data.dir=runs/unprepared", override])
     with pytest.raises(UserError) as error:
         check_plan(config, 1, here=True)
@@ -239,14 +239,14 @@ def test_a_dry_run_rejects_what_training_rejects(override: str, planned: bool) -
 def test_attention_is_planned_for_the_documents_in_the_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The mean context is compared with the number of pairs of tokens that attend to each other."""
+    """The mean context agrees with the number of pairs of tokens that attend to each other."""
     settings = "data.sources=[{embedded: world, limit: 60}]", "data.sequence_len=256", "train.max_steps=9"
     overrides = prepared_recipe(tmp_path, *settings)
     config = load_config(QUICKSTART, overrides)
     data = check_plan(config, 1).data
     assert data is not None
     positions = data.batch(np.arange(len(data)))["position_ids"]
-    pairs = positions.sum() + positions.size / 2  # a token attends to those before it, and half of itself
+    pairs = positions.sum() + positions.size / 2  # a token attends to all before it, and half to itself
     assert data.mean_context() == pytest.approx(pairs / positions.size)
     assert data.mean_context(7) == pytest.approx(data.mean_context(), rel=0.5)
     assert data.mean_context() < 0.75 * 128, "documents are shorter than rows"
@@ -260,7 +260,7 @@ def test_attention_is_planned_for_the_documents_in_the_rows(
 
 
 def test_attention_time_depends_on_documents() -> None:
-    """17 documents in a row take a 17th of the time, except with a mask. MFU counts them in any case."""
+    """17 documents in a row take a 17th of the time, except with a mask. MFU always counts a 17th."""
     full, packed = Setup(8, 2, 1, 8192), Setup(8, 2, 1, 8192, attended=8192 / 2 / 17)
     long, short = (footprint.step_time(LLAMA_7B, setup, A100) for setup in (full, packed))
     assert short.attention == pytest.approx(long.attention / 17) and short.matrices == long.matrices
@@ -272,7 +272,7 @@ def test_attention_time_depends_on_documents() -> None:
 
 
 def test_size_and_rate_of_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
-    """States take 14 bytes per parameter and an export 2. Twice the steps between saves halve the rate."""
+    """States take 14 bytes per parameter, and an export takes 2. Half as many saves halve the rate."""
     numbers = []
     for steps in (500, 1000):
         argv = ["plan", str(LLAMA), *EIGHT, f"train.save_steps={steps}", "output_dir=runs/unstarted"]
@@ -305,7 +305,7 @@ def test_the_written_recipe_has_the_same_prediction(
 
 
 def test_the_printed_error_is_that_of_held_out_runs() -> None:
-    """No constant is fitted to them, and they are many more than the runs that calibrate."""
+    """No constant is fitted to the held-out runs, which outnumber the runs used for calibration."""
     errors = {mark: [abs(run.ratio() - 1) for run in RUNS if run.mark == mark] for mark in published.MARKS}
     calibrates, held_out, outside = (max(errors[mark]) for mark in errors)
     assert footprint.TIME_ERROR - 0.02 < held_out <= footprint.TIME_ERROR
@@ -321,8 +321,8 @@ def test_a_gpu_counts_as_published_if_there_are_runs() -> None:
 def test_published_memory() -> None:
     """States take 16 bytes per parameter (Rajbhandari et al. 2020), and 18 with our float32 gradients.
 
-    ZeRO-1 keeps what ZeRO-2 frees: bf16 gradients during the whole step, unsharded float32 gradients, and a
-    copy while they are reduced in half precision.
+    Unlike ZeRO-2, ZeRO-1 keeps bf16 gradients during the whole step, unsharded float32 gradients, and a copy
+    while they are reduced in half precision.
     """
     shared = footprint.memory(LLAMA_7B, Setup(8, 3, 1, 256, cost=False))
     assert sum(shared[:3]) == pytest.approx(18 * LLAMA_7B.parameters / 8)
@@ -330,29 +330,29 @@ def test_published_memory() -> None:
     first, second = (footprint.memory(LLAMA_7B, Setup(8, stage, 8, 2048)) for stage in (1, 2))
     assert first.total - second.total == pytest.approx((4 * 7 / 8 + 2) * LLAMA_7B.parameters, rel=0.01)
     mistral = dataclasses.replace(LLAMA_7B, parameters=7_241_732_096, trainable=7_241_732_096)
-    setup = Setup(8, 1, 1, 256, cost=False)  # on 8xA100-80G 77.6 GiB of DeepSpeed's tensors alone
+    setup = Setup(8, 1, 1, 256, cost=False)  # on 8xA100-80G, DeepSpeed's tensors alone take 77.6 GiB
     assert footprint.memory(mistral, setup).total / GIB == pytest.approx(77.6, abs=0.1)
 
 
 @pytest.mark.parametrize("case", published.MEMORY)
 def test_peaks_published_for_gpus(case: tuple[int, bool, int, int, float]) -> None:
-    """The upper bound suffices, and is not far above the published peak."""
+    """The upper bound is sufficient, and less than 1.6 times the published peak."""
     stage, checkpointing, micro, passes, peak = case
     setup = Setup(8, stage, micro, 4096, passes, checkpointing=checkpointing, cost=False, chunk_mb=0)
     memory = footprint.memory(LLAMA_7B, setup)
-    logits = 16 * micro * 4096 * LLAMA_7B.vocabulary  # in two precisions, with gradients
+    logits = 16 * micro * 4096 * LLAMA_7B.vocabulary  # logits in two precisions, with gradients
     memory = memory._replace(loss=memory.loss + logits)
     without_head = 6 * LLAMA_7B.vocabulary * LLAMA_7B.hidden  # the gradient that only our loss keeps
     assert peak < (memory.upper_bound - without_head) / GIB < 1.6 * peak
 
 
 def test_a_token_passes_through_few_experts() -> None:
-    """Mixtral-8x7B: the published total, and active parameters counted by hand."""
+    """Mixtral-8x7B has its published total, and the active parameters that are counted by hand here."""
     shape = {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000, "num_key_value_heads": 8}
     hf_config = CONFIG_MAPPING["mixtral"](**shape)
     with torch.device("meta"):
         sizes = sizes_of(AutoModelForCausalLM.from_config(hf_config), hf_config)
-    # embedding and head; attention, two of eight experts of 14336, their router, norms
+    # embedding and head, then per layer attention, two of eight experts of 14336, their router, and norms
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096
     assert sizes.parameters == 46_702_792_704
     assert sizes.parameters - sizes.idle == 2 * 32000 * 4096 + 4096 + 32 * layer
@@ -380,7 +380,7 @@ def test_communication_of_the_zero_stages() -> None:
 
 
 def test_remedies_of_a_run_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run is `tight` if it fits only when the prediction is exact."""
+    """A run is `tight` if it fits only with an exact prediction."""
     setup = Setup(4, 3, 16, 2048)
     needed = footprint.memory(LLAMA_7B, setup).total
     for room, answer in ((needed * 1.5, "yes; "), (needed * 1.02, "tight: "), (needed * 0.9, "NO; ")):

@@ -1,4 +1,4 @@
-"""emo push: what arrives at a server that has the Hub's endpoints, and what is not sent."""
+"""emo push: what a server with the Hub's endpoints receives, and what is not sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN = "hf_" + "x" * 34
 
 
 class Hub(ThreadingHTTPServer):
-    """A Hub with one user, who has one repository."""
+    """A Hub with one user and one repository."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
                 if line["key"] == "lfsFile":
                     hub.files[value["path"]] = hub.blobs[value["oid"]]
             self.answer({"commitUrl": f"{hub.address}/me/mine/commit/1", "commitOid": "1"})
-        else:  # the front matter of a card, a branch
+        else:  # validate the front matter of a card, or create a branch
             self.answer({"errors": [], "warnings": []})
 
 
@@ -119,7 +119,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A finished run whose export has no card."""
+    """Write a finished run whose export has no card."""
     run_dir = tmp_path / "run"
     tiny_model(run_dir / "export")
     info = {"origin": "owner/base", "objective": "emo", "step": 8, "run": str(run_dir)}
@@ -134,7 +134,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def push(hub: Hub | None, *arguments: object, **environment: str) -> tuple[int, str]:
-    """Return exit code and output of `emo push`, in a process that knows only this Hub."""
+    """Run `emo push` in a process that knows only this Hub, and return exit code and output."""
     home = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
     home |= {"HF_ENDPOINT": "http://127.0.0.1:9" if hub is None else hub.address, "HF_HOME": "/nowhere"}
     command = [sys.executable, "-m", "emo", "push", *map(str, arguments)]
@@ -158,10 +158,10 @@ def test_an_export_arrives_with_a_card(hub: Hub, run_dir: Path) -> None:
     card = hub.files["README.md"].decode()
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "owner/base"
     assert "emo" in card and "| held_out | 8 | 1.0000 | -8.0000 [-9.0000, -7.0000] |" in card
-    (run_dir / "export/README.md").write_text("my card\n")  # is sent as it is
+    (run_dir / "export/README.md").write_text("my card\n")  # sent unchanged
     (run_dir / "export/.cache").mkdir()
     (run_dir / "export/.cache/token").write_text("secret")
-    hub.files |= {"model-00001-of-00002.safetensors": b"", "notes.txt": b""}  # of an earlier upload
+    hub.files |= {"model-00001-of-00002.safetensors": b"", "notes.txt": b""}  # from an earlier upload
     assert push(hub, run_dir / "export", "me/mine")[0] == 0
     assert hub.files["README.md"] == b"my card\n" and hub.branch == "main"
     assert hub.files.keys() == written.keys() | {"README.md", "notes.txt"}

@@ -1,4 +1,4 @@
-"""What a run shows of itself: records of windows and sets, its console and log, `emo report`."""
+"""What a run reports: records of windows and sets, console and log, and `emo report`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def documents(nll: list[float] | np.ndarray, tokens: list[int] | np.ndarray) -> 
 
 @pytest.mark.parametrize("n", [9, 400])
 def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
-    """And where there are many documents, of uneven lengths, that of drawing them with replacement."""
+    """For many documents of uneven lengths, it also agrees with drawing them with replacement."""
     rng = np.random.default_rng(1)
     tokens = np.maximum(1, rng.lognormal(4, 1.0, n)).astype(int)
     shift = tokens * rng.normal(0.05, 0.3, n) + np.sqrt(tokens) * rng.normal(0, 0.5, n)
@@ -102,7 +102,7 @@ def test_json_lines_hold_every_record() -> None:
 
 
 def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
-    """A child process and a C library write to descriptor 1; Python's print is the user's."""
+    """Child processes and C libraries write to descriptor 1. Python's print is for the user."""
 
     def run(program: str) -> tuple[str, str]:
         text = "import os, sys\nfrom pathlib import Path\n"
@@ -121,7 +121,7 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
     assert run(program) == ("hello\n", "bye\n")
     first, *others = (tmp_path / run_dir.LOG).read_text().splitlines()
     assert first.startswith("--- ") and others == ["g++ -c before", "g++ -c after", "Time to load op"]
-    # Before there is a run directory, what a library printed may be the only explanation of a failure.
+    # Without a run directory, the output of a library may be the only explanation of a failure.
     assert run("os.write(1, b'nvcc: not found\\n')\nchatter.show()\n") == ("", "nvcc: not found\n")
 
 
@@ -142,12 +142,12 @@ TOKENS = np.full(50, 100)
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:
-    """Return a record of ten steps. It has few quantities, which are drawn quickly."""
+    """Return a record of ten steps. It has few quantities, so that charts are drawn quickly."""
     return {"step": step, "tokens": 1000 * step, "loss": 5 - step / 20, "tokens_per_s": 500.0} | changes
 
 
 def make_run(directory: Path, steps: int = 40, **facts: Any) -> Path:
-    """Write a run directory as the trainer does in `steps` steps. facts: of its launch."""
+    """Write a run directory as the trainer does in `steps` steps. `facts` describe its launch."""
     directory.mkdir(parents=True)
     config = {"model": {"path": "some/model"}, "objective": {"name": "emo"}, "train": {"learning_rate": 1e-3}}
     (directory / run_dir.CONFIG).write_text(yaml.safe_dump(config))
@@ -162,7 +162,7 @@ def make_run(directory: Path, steps: int = 40, **facts: Any) -> Path:
 def write_validation(
     run: Path, name: str, steps: dict[int, float], seed: int = 0, tokens: np.ndarray = TOKENS, **others: float
 ) -> None:
-    """Write measurements of a set: its mean NLL at each step, with documents that differ slightly."""
+    """Write measurements of a set with this mean NLL at each step. Its documents differ slightly."""
     for step, nll in steps.items():
         noise = np.random.default_rng([seed, step]).normal(0, 0.01, len(tokens))
         write_documents(run, name, step, Documents("set", tokens * (nll + noise - noise.mean()), tokens))
@@ -173,7 +173,7 @@ def write_validation(
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
-    """Without replay news are learned and stories forgotten. With replay the change of stories is unclear."""
+    """Without replay, news improve and stories get worse. With replay, the change of stories is unclear."""
     plain, replay = make_run(tmp_path / "plain"), make_run(tmp_path / "replay")
     write_validation(plain, "news", {0: 3.0, 20: 2.8, 40: 2.5})
     write_validation(plain, "stories", {0: 1.0, 20: 1.1, 40: 1.25})
@@ -188,7 +188,7 @@ def render(*paths: Path) -> tuple[str, Page]:
 
 
 def test_states_and_launches(tmp_path: Path) -> None:
-    """Running, killed and stopped launches, and one whose first record follows a torn line."""
+    """Launches are running, killed or stopped, and the first record of one follows a torn line."""
     run, now = make_run(tmp_path / "run"), time.time()
     for age, expected in ((5, "runs: training"), (500, KILLED)):
         (run / run_dir.HEARTBEAT).write_text(json.dumps({"time": now - age, "doing": "training", "step": 3}))
@@ -211,7 +211,7 @@ def test_states_and_launches(tmp_path: Path) -> None:
 
 
 def test_measurements_are_listed_with_the_plan(tmp_path: Path) -> None:
-    """The slow first record does not count. Utilisation is a mean over time, here over 20, 20 and 40 s."""
+    """The slow first record does not count. Utilisation is a mean over time, here of 20, 20 and 40 s."""
     planned = {"seconds": 1.6, "mfu": 0.5, "memory_gib": 60.0}
     run = make_run(tmp_path / "run", planned=planned)
     slow = {"tokens_per_s": 10.0, "mfu": 0.01, "memory_gib": 70.0}
@@ -279,7 +279,7 @@ def test_verdicts_without_a_pair_of_measurements(tmp_path: Path) -> None:
 
 
 def test_a_loss_before_training_is_not_the_last_loss(tmp_path: Path) -> None:
-    """A run in progress that measures only at its ends has only a training loss so far."""
+    """A run in progress that measures only at its start and end has only a training loss so far."""
     run = make_run(tmp_path / "run")
     write_validation(run, "news", {0: 9.0})
     _, page = render(run)

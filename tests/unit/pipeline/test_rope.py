@@ -1,4 +1,4 @@
-"""RoPE of a longer context: the frequencies that are built, exported and read back, and what is refused."""
+"""RoPE for a longer context: frequencies that are built, exported and read back, and rejected settings."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_frequencies_equal_those_of_transformers_from_the_export(
     assert (tree["rope_scaling"] or {}).items() <= tree["rope_parameters"].items()
     assert context_length(tree) == keys.get("max_position_embeddings", 4 * CONTEXT)
     assert tree["max_position_embeddings"] == (CONTEXT if kind == "dynamic" else context_length(tree))
-    for form in ("rope_parameters", "rope_scaling"):  # of transformers 5 and 4
+    for form in ("rope_parameters", "rope_scaling"):  # the keys of transformers 5 and 4
         others = {"rope_parameters"} if form == "rope_scaling" else {"rope_scaling", "rope_theta"}
         (export / "config.json").write_text(json.dumps({k: v for k, v in tree.items() if k not in others}))
         read: PretrainedConfig = load_model_config(export)
@@ -111,7 +111,7 @@ def test_dynamic_frequencies_of_a_layer_type_do_not_either(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("lora", ((), ("model.lora.r=4",)))
 def test_context_of_data_and_teacher(model: Path, tmp_path: Path, lora: tuple[str, ...]) -> None:
-    """The base teacher is the model before training, with the new RoPE also if it is a copy."""
+    """The base teacher is the model before training. It has the new RoPE, even as a separate copy."""
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(path=model))
     assert load_data_config(path, []).sequence_len == 256
@@ -169,6 +169,6 @@ def test_a_scaled_model_needs_its_original_context(model: Path, tmp_path: Path) 
     other = load(tmp_path, type="linear", factor=2, original_max_position_embeddings=CONTEXT).config
     assert other.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
     assert load(tmp_path, theta=1e6).config.rope_parameters["rope_type"] == "yarn"
-    with refused("rope"):  # its factor sets the context
+    with refused("rope"):  # the factor sets the context
         load(tmp_path, theta=1e6, max_position_embeddings=512)
     assert is_scaled(other) and not is_scaled(load_model_config(model))

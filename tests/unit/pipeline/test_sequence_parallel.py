@@ -1,4 +1,4 @@
-"""Rows that ranks share: their parts, the settings that are rejected, and the plan."""
+"""Rows that several ranks share: their parts, rejected settings, and the plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_POLICY = 'objective={"name": "kl", "teacher": {"model": "org/model"}, "on_pol
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_the_parts_of_rows_add_up(parts: int) -> None:
-    """Every input is cut by position, and each document is counted once over all parts."""
+    """Every input is cut by position, and all parts together count each document once."""
     rows = read_rows(0, BLOCK)
     rows["stored"] = np.random.default_rng(0).random((ROWS, BLOCK, 3))
     complete = make_micro_batch({name: array.copy() for name, array in rows.items()})
@@ -76,7 +76,7 @@ def test_settings_that_do_not_work(n: int, overrides: tuple[str, ...], model: An
 
 
 def test_settings_that_work() -> None:
-    """Heads of keys are repeated if more ranks share a row, and adapters have the base in memory."""
+    """Key heads are repeated if more ranks share a row. With adapters, `train.kl_from_base` is possible."""
     check_sequence_parallel(settings(4, "train.kl_from_base=8", "model.lora={}"), llama())
     check_sequence_parallel(settings(1, "model.compile=true"), llama(keys=8))
 
@@ -110,7 +110,7 @@ def test_the_plan_divides_activations_by_the_ranks_of_a_row() -> None:
     assert memory[1].activations == pytest.approx(memory[0].activations / 8)
     assert memory[1].optimizer == memory[0].optimizer
     assert footprint.exchanged_bytes(sizes, alone) == 0
-    # queries, keys, values and results in bfloat16, of which each rank keeps an eighth
+    # queries, keys, values and results in bfloat16, of which each rank has an eighth
     assert footprint.exchanged_bytes(sizes, shared) == 65536 / 8 * 4 * 4096 * 2 * 7 / 8
     gpu = next(iter(ACCELERATORS.values()))
     seconds = [footprint.step_time(sizes, setup, gpu) for setup in (alone, shared)]

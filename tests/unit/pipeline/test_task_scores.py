@@ -1,4 +1,4 @@
-"""Scores of tasks in the choice of the best checkpoint."""
+"""Scores of tasks choose the best checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_resumed_run_decides_as_before(run_dir: Path) -> None:
     score(run_dir, 6, 0.6, task="other")
     selection.take_scores(6)
     assert selection.best == (4, "task:sst2", 0.7)
-    score(run_dir, 6, 0.9)  # arrives before the run goes back to step 4
+    score(run_dir, 6, 0.9)  # arrives before the run resumes from step 4
     resumed = Selection(TRAIN, run_dir, ALONE)
     resumed.load_state_dict(saved)
     assert resumed.best == (2, "task:sst2", 0.5)
@@ -58,7 +58,7 @@ def test_a_resumed_run_decides_as_before(run_dir: Path) -> None:
     assert resumed.state_dict() == selection.state_dict()
     assert len((run_dir / SELECTION).read_text().splitlines()) == 2
     complete(run_dir, 8, 10)
-    score(run_dir, 8, 0.9)  # a tie: the earlier one stays
+    score(run_dir, 8, 0.9)  # a tie, so the earlier one stays
     resumed.take_scores(10)
     assert resumed.best == (6, "task:sst2", 0.9) and not resumed.exhausted
     score(run_dir, 10, 0.1)
@@ -74,11 +74,11 @@ def test_only_comparable_scores_of_existing_weights_count(run_dir: Path) -> None
     score(run_dir, 4, float("nan"))
     with (run_dir / "task_scores.jsonl").open("a") as file:
         file.write('{"step": 2, "task": "sst2", "val')
-    (run_dir / "step-000004/COMPLETE").write_text('{"files": {"other": 4}}')  # was trained again
+    (run_dir / "step-000004/COMPLETE").write_text('{"files": {"other": 4}}')  # trained again
     selection.take_scores(4)
     assert selection.best == (2, "task:sst2", 0.5)
     (run_dir / "task_scores.jsonl").write_text("")
-    score(run_dir, 4, 0.2, setting="b")  # the watcher now has other settings
+    score(run_dir, 4, 0.2, setting="b")  # the watcher has other settings
     selection.take_scores(6)
     assert selection.best == (4, "task:sst2", 0.2)
 

@@ -19,7 +19,7 @@ HEAVY = {"torch", "numpy", "deepspeed"}
 
 
 def write(run_dir: Path, now: float, **beat: Any) -> None:
-    """Write the files of a run with three ranks. The last has been silent for five minutes."""
+    """Write the files of a run with three ranks. The last one has been silent for five minutes."""
     (run_dir / RANKS).mkdir(parents=True, exist_ok=True)
     (run_dir / HEARTBEAT).write_text(json.dumps({"time": now - 4, "doing": "training", "step": 1203} | beat))
     for rank, age in enumerate((10, 10, 310)):

@@ -23,7 +23,7 @@ TEXTS = [str(row["text"]) for row in islice(read_json_lines(corpus("world")), 20
 
 
 def byte_bpe() -> Tokenizer:
-    """Return a tokenizer like GPT-2's, whose end token follows the vocabulary."""
+    """Return a tokenizer like GPT-2's, with an end token after the vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,10 +52,10 @@ def test_text_needs_fewer_tokens_and_old_ids_stay(tmp_path: Path, kind: str) -> 
     assert extension.tokens_before == sum(map(len, before))
     assert extension.tokens_after == sum(map(len, after)) < 0.9 * sum(map(len, before))
     expanded = [[part for i in ids for part in extension.parts.get(i, [i])] for ids in after]
-    assert expanded == before  # each new piece stands for exactly these old ones
+    assert expanded == before  # the parts of new pieces are the old pieces
     pieces = {number: piece for piece, number in new.get_vocab().items()}
     del extension.parts[size + 100]
-    for number, parts in extension.parts.items():  # whose mean is FVT
+    for number, parts in extension.parts.items():  # FVT uses the mean of these parts
         assert [token.id for token in old.model.tokenize(pieces[number])] == parts
     assert [new.decode(ids) for ids in after] == [old.decode(ids) for ids in before]
 
@@ -77,7 +77,7 @@ def test_a_tokenizer_that_is_not_bpe_is_rejected() -> None:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a recipe with prepared data and a pre-trained model."""
+    """Write a recipe with prepared data and a pre-trained model, and return its path."""
     folder = tmp_path_factory.mktemp("vocabulary")
     model = tiny_model(folder / "model")
     (folder / "text.txt").write_text("\n".join(text.replace("\n", " ") for text in TEXTS))
