@@ -1,4 +1,4 @@
-"""The documents name links, files, options and keys that exist. `make docs-test` runs their commands."""
+"""Documents name only links, files, options and keys that exist. `make docs-test` runs their commands."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_the_reference_has_every_key_of_the_models() -> None:
 
 
 def test_the_schema_asks_for_no_key() -> None:
-    """The recipe that a recipe extends may have it."""
+    """The schema requires no key, because a recipe may get any key from the recipe that it extends."""
     assert '"required"' not in reference.schema_text()
 
 
 @pytest.mark.parametrize("path", documents.documents(), ids=title)
 def test_a_recipe_says_what_a_model_computes_in(path: Path) -> None:
-    """Without a GPU the default of bfloat16 makes minutes an hour."""
+    """Recipes in documents set a dtype, because the default bfloat16 turns minutes into an hour on a CPU."""
     for block in re.findall(r"(?ms)^```yaml\n(.*?)^```", path.read_text(encoding="utf-8")):
         model = (yaml.safe_load(block) or {}).get("model", {})
         assert "dtype" in model or not {"path", "architecture"} & model.keys(), block
@@ -50,7 +50,7 @@ def test_the_navigation_has_every_page() -> None:
 
 
 def test_code_names_documents_that_exist() -> None:
-    """In docstrings, messages and scripts."""
+    """Every document that a docstring, message or script names exists."""
     files = [path for part in documents.ROOMS.split("|") for path in (REPO / part).rglob("*.*")]
     files += [*REPO.glob("*.*"), *REPO.glob("examples/*.py"), *REPO.glob("tests/campaigns/*.py")]
     texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in NAMING}
@@ -60,7 +60,7 @@ def test_code_names_documents_that_exist() -> None:
 
 
 def test_a_walk_names_functions_that_exist() -> None:
-    """In the tables of CONTRIBUTING.md: files, what is called there, and what happens."""
+    """The tables of CONTRIBUTING.md name only functions that the files in the same row define."""
     stations = WALK.findall((REPO / "CONTRIBUTING.md").read_text())
     assert len(stations) > 30
     for files, names in stations:
@@ -74,7 +74,7 @@ MISTAKES = {
     "    make quickstart\n": "indented",
     "```sh\nmake\n```": "language",
     "```bash\n# needs: luck\nmake\n```": "luck",
-    "```bash\nemo plan RECIPE --seeds 1\n```": "--seeds",  # eval's
+    "```bash\nemo plan RECIPE --seeds 1\n```": "--seeds",  # an option of eval
     "```bash\n./launch/continual.sh launch/recipes/none.yaml\n```": "launch/recipes/none.yaml",
     "`emo prepare --bst`": "--bst",
     "`train.saveevery` says how often": "train.saveevery",

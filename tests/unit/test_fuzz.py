@@ -1,4 +1,4 @@
-"""Every parser takes damaged files for a moment, and what once crashed it; `make fuzz` takes its time."""
+"""Every parser handles some damaged files and all files that once crashed it. `make fuzz` tries more."""
 
 from __future__ import annotations
 

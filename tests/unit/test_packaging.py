@@ -27,11 +27,11 @@ PACKAGED = ("common/", "data_prep/", "pipeline/", "eval/", "launch/", "ds_config
 class Built(NamedTuple):
     wheel: Path
     source: Path
-    site: Path  # the wheel unpacked as pip would
+    site: Path  # the wheel, unpacked as by pip
 
 
 def run(code: str, directory: Path, expected: int = 0, **environment: str) -> list[str]:
-    """Run code in a new Python and return the lines that it prints."""
+    """Run code in a new Python process and return the lines that it prints."""
     command, variables = [sys.executable, "-c", code], os.environ | environment
     done = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True)
     assert done.returncode == expected, done.stderr
@@ -46,7 +46,7 @@ def build(tree: Path, kind: str, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A wheel that is built from the source distribution, which proves that both are complete."""
+    """Build a wheel from the source distribution, which proves that both are complete."""
     directory = tmp_path_factory.mktemp("build")
     for file in tracked():
         if file.startswith(("emo/", "experiments/", *PACKAGED)) or "/" not in file:
@@ -99,7 +99,7 @@ print(load_task("eval/icl/tasks/sst2.yaml").name, code_version(), REPOSITORY)
 
 
 def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
-    """`deepspeed` is here a program that writes down its arguments and its supervisor."""
+    """A stand-in for `deepspeed` records its arguments, and whether the supervisor is its parent."""
     started = tmp_path / "started"
     words = 'echo "$@"\ntest "$PPID" = "$PIPELINE_SUPERVISOR" && echo supervised'
     programs = {"deepspeed": f"exec >{started}\n{words}", "python": f'exec {sys.executable} "$@"'}

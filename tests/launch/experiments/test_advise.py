@@ -1,4 +1,4 @@
-"""Where a recipe lies on the map, and what is said of it there."""
+"""`emo advise` finds the position of a recipe on the map, and reports the verdict there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evidence from one end to the other, on parts that take seconds; the table of objectives."""
+"""The evidence is gathered from small parts, and the published tables match the code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def evidence(directory: Path, **parts: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Evidence of which one part was replaced by a small study and another one left out."""
+    """Return the evidence's directory. A small study replaces one part, and another part is left out."""
     directory = tmp_path_factory.mktemp("evidence")
     (directory / "study.yaml").write_text(yaml.safe_dump(STUDY))
     otherwise = {"note": "another study", "file": str(directory / "study.yaml")}

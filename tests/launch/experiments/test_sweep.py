@@ -1,4 +1,4 @@
-"""Sweeps repeat nothing, share work, choose on development data, reject changes, and leave no process."""
+"""Sweeps repeat no work, share stages, choose on development data, reject changes, and leave no process."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def _run(path: Path) -> None:
 def test_a_killed_sweep_repeats_nothing(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training is simulated; tests/campaigns/sweep.py kills real training."""
+    """Training is simulated here, and tests/campaigns/sweep.py kills real training."""
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
-    assert main(["sweep", str(path), "--dry_run"]) == 0  # libraries are loaded once, for all forks
+    assert main(["sweep", str(path), "--dry_run"]) == 0  # load the libraries once for all forks
     draw, before = random.Random(0), dict[str, int]()
 
     def moment() -> float:
@@ -123,7 +123,7 @@ def test_differences_are_paired_by_repetition_and_marked(tmp_path: Path, recipe:
 
 
 def test_fronts_are_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
-    """Fronts are over the learning rates. emo loses 0.5 more than mle."""
+    """The front of each objective spans the learning rates, and emo loses 0.5 more than mle."""
     axes = yaml.safe_load(EXPERIMENT)["axes"] | {"lr": {"train.learning_rate": [1e-3, 2e-3]}}
     front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"}
     work = opened(sweep(tmp_path, recipe, axes=axes, fronts={"letters": front}))
@@ -154,7 +154,7 @@ def test_runs_without_a_number_are_listed_and_leave_questions_undecided(tmp_path
 def test_a_failure_is_reported_once(
     tmp_path: Path, recipe: Path, code: int, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two workers could try the same command."""
+    """The failure is reported once, although two workers could run the same command."""
     path = sweep(tmp_path, recipe, before={"corpus": f"python -c 'raise SystemExit({code})'"})
     assert main(["sweep", str(path), "--jobs", "2"]) == expected
     assert capsys.readouterr().err.count("error") == 1
@@ -176,13 +176,13 @@ def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path)
 
 
 def test_shared_stages_run_once_before_all_runs(tmp_path: Path, recipe: Path) -> None:
-    """The command adds a letter to the file each time."""
+    """The shared command appends one letter to a file each time it runs."""
     corpus, script = tmp_path / "a corpus", tmp_path / "count.py"
     script.write_text("import sys, time; time.sleep(0.5); open(sys.argv[1], 'a').write('x')")
     changes = {"names": {"corpus": str(corpus)}, "before": {"corpus": f"python {script} {{corpus}}"}}
     path = sweep(tmp_path, recipe, measures={}, **changes)
     sweeps = [opened(path) for _ in range(3)]
-    assert sweeps[0].before()[0].command[-1] == str(corpus)  # one word, whatever is in it
+    assert sweeps[0].before()[0].command[-1] == str(corpus)  # one argument despite the space
     pretend(sweeps[0])
     with ThreadPoolExecutor(3) as workers:
         list(workers.map(Sweep.work, sweeps))
@@ -192,7 +192,7 @@ def test_shared_stages_run_once_before_all_runs(tmp_path: Path, recipe: Path) ->
 
 
 def test_only_chosen_runs_are_measured_on_test_data(tmp_path: Path, recipe: Path) -> None:
-    """gamma is chosen by `dev` for EMO only; `test` is measured for chosen runs."""
+    """`dev` chooses gamma for EMO only, and `test` is measured only for the chosen runs."""
     axes: dict[str, Any] = {"objective": {name: {"objective.name": name} for name in ("mle", "emo")}}
     axes |= {"gamma": {"train.learning_rate": [0.1, 0.25]}, "seed": {"train.seed": [1, 2]}}
     letters, marker = "{out}/{run}.json:letters.0", "{out}/{run}.json:made"
@@ -203,7 +203,7 @@ def test_only_chosen_runs_are_measured_on_test_data(tmp_path: Path, recipe: Path
     }
     choose = {"axis": "gamma", "by": "dev", "least": False, "where": {"objective": ["emo"]}}
     work = opened(sweep(tmp_path, recipe, axes=axes, measures=measures, choose=choose, questions={}))
-    assert "train.learning_rate" not in work.runs[0].overrides  # of MLE
+    assert "train.learning_rate" not in work.runs[0].overrides  # a run of MLE
     trials = work.tasks()
     names = {task.run.name: [stage.name for stage in task.stages] for task in trials}
     assert names == {run: ["prepare", "train", "texts", "dev"] for run in ("emo-0.1-1", "emo-0.25-1")}
@@ -225,7 +225,7 @@ OWN = "extends: base.yaml\nmodel: { path: ROOT/weights }\ndeepspeed: ROOT/ds.jso
 
 
 def write(root: Path, name: str, content: str) -> None:
-    """Write a file of the experiment. Content of the recipe is appended to OWN."""
+    """Write a file of the experiment. The recipe's content is appended to OWN."""
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_text((OWN.replace("ROOT", str(root)) if name == "recipe.yaml" else "") + content)
 
@@ -240,7 +240,7 @@ def corpus_sweep(root: Path) -> Sweep:
 
 @pytest.fixture
 def finished(tmp_path: Path, recipe: Path) -> Path:
-    """A finished experiment, whose recipe extends another one and names several files."""
+    """Return the directory of a finished experiment, whose recipe extends another and names several files."""
     recipe.rename(tmp_path / "base.yaml")
     write(tmp_path, "recipe.yaml", "")
     write(tmp_path, "ds.json", '{"zero_optimization": {"stage": 1}}')
@@ -287,7 +287,7 @@ def test_changed_inputs_of_finished_runs_are_rejected(finished: Path) -> None:
 
 def test_changes_without_effect_on_results_are_accepted(finished: Path) -> None:
     write(finished, "recipe.yaml", "train: {logging_steps: 99, save_steps: 7, micro_batch_size: 1}")
-    shutil.rmtree(finished / "weights")  # nothing that is done needs them
+    shutil.rmtree(finished / "weights")  # no remaining stage needs them
     write(finished, "ds.json", '{"zero_optimization":  {"stage": 1}}')
     work = corpus_sweep(finished)
     work.reject_changes()
@@ -299,7 +299,7 @@ def test_a_removed_run_is_repeated(finished: Path) -> None:
     shutil.rmtree(finished / "out/runs")
     work = corpus_sweep(finished)
     work.reject_changes()
-    assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # the same data, not trained
+    assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # prepared, but not trained
 
 
 def test_a_recipe_that_changes_during_a_sweep_is_rejected(finished: Path) -> None:
@@ -331,19 +331,18 @@ def test_a_measure_is_repeated_if_its_code_changes(
 
 
 def test_sources_are_all_imports_of_a_module() -> None:
-    """Imports count directly, indirectly and within functions, and so do packages' __init__ files."""
+    """Sources include direct and indirect imports, imports within functions, and __init__ files."""
     files = find_sources("emo.experiments.known_truth.study").keys()
     assert files >= {"emo/experiments/__init__.py", "emo/experiments/known_truth/bigram.py"}
     assert files >= {"emo/pipeline/loss/objectives.py", "emo/eval/generation/distributions.py"}
     assert files.isdisjoint({"emo/experiments/sweeps/sweep.py", "emo/experiments/known_truth/oracle.py"})
-    assert "emo/experiments/sweeps/report.py" in find_sources(
-        "emo.experiments.cli"
-    )  # imported within a function
+    # A function imports this file.
+    assert "emo/experiments/sweeps/report.py" in find_sources("emo.experiments.cli")
 
 
 # --- workers ------------------------------------------------------------------------------------------------
 
-# Two workers, each with a shell that waits for another program.
+# Two workers, each with a shell that waits for a child process.
 SWEEP = """
 import itertools, os, sys
 from emo.experiments.sweeps.workers import CommandPool, StoppedError
@@ -377,7 +376,7 @@ def test_no_process_outlives_the_sweep(tmp_path: Path, number: int, code: int) -
 
 
 def test_other_threads_finish_their_command_after_a_failure(tmp_path: Path) -> None:
-    """The first worker fails. The second one finishes its command and starts no other."""
+    """The first worker fails. The second worker finishes its command and starts no further one."""
     workers, codes, first = CommandPool(), [], iter([True, False])
 
     def work() -> None:

@@ -33,7 +33,7 @@ PROBE = torch.arange(16)[None]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a recipe, and a trained model to adapt."""
+    """Return a recipe and a trained model to adapt."""
     folder = tmp_path_factory.mktemp("base")
     recipe = tiny_recipe(folder, save_steps=4, max_steps=6)
     done = run_alone(str(recipe), "train.max_steps=2")
@@ -56,7 +56,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def adapted(base: tuple[Path, Path]) -> Path:
-    """Return the export of a run with both forms."""
+    """Return the export of a run that writes the adapter and the merged model."""
     run_dir = base[1].parent / "both"
     train(base, run_dir, "model.lora.export=both", "deepspeed=ds_configs/zero3.json")
     return run_dir / "export"
@@ -91,7 +91,7 @@ def test_a_run_continues_an_adapter_and_resumes(
         load_file(tmp_path / name / "export/model.safetensors") for name in ("undisturbed", "killed")
     )
     assert all(weights[name].equal(tensor) for name, tensor in expected.items())
-    # The first step sees the same model as one that starts from the merged weights.
+    # The first loss equals the first loss of a run that starts from the merged weights.
     merged = [str(base[0]), f"output_dir={tmp_path / 'merged'}", f"model.path={adapted}", "train.max_steps=1"]
     done = run_alone(*merged, *LORA)
     assert not done.returncode, done.stdout
@@ -169,7 +169,7 @@ def test_adapters_on_4bit_weights_resume_and_export(base: tuple[Path, Path], tmp
         assert all(weights[key].equal(tensor) for key, tensor in expected.items())
     first, *_, last = (r[KL] for r in read_metrics(tmp_path / "undisturbed") if KL in r)
     assert first == 0 < last
-    # The merged model is the model with 4-bit weights and the adapter, in full precision.
+    # The merged model equals the 4-bit model with its adapter in full precision.
     quantized = AutoModelForCausalLM.from_pretrained(base[1], **nf4_options("nf4", torch.float32))
     prepare_nf4(quantized)
     without = logits(quantized)

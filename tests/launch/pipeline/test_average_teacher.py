@@ -1,4 +1,4 @@
-"""Runs whose teacher is the average of the weights that train."""
+"""Runs whose teacher is a moving average of the trained weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.helpers import launching
 DECAY = 0.6
 OBJECTIVE = f'objective={{"sum": [{{"name": "mle"}}, {{"name": "kl", "teacher": {{"ema": {DECAY}}}}}]}}'
 STEPS = 4
-# Adapters start at zero, so slow steps would give divergences as small as rounding.
+# Adapters start at zero, so small steps would give divergences as small as rounding errors.
 LORA = ('model.lora={"r": 4, "dropout": 0}', "train.learning_rate=0.05")
 CASES = {
-    "weights": ("deepspeed={directory}/small.json",),  # releases small parameters after each use, too
+    "weights": ("deepspeed={directory}/small.json",),  # also releases small parameters after each use
     "adapters": ("deepspeed=ds_configs/zero3.json", *LORA),
 }
 
@@ -39,7 +39,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(recipe: Path, name: str, *options: str) -> tuple[str, ...]:
-    """Return the arguments of a run of `name`."""
+    """Return the arguments of the run `name`."""
     options = tuple(option.replace("{directory}", str(recipe.parent)) for option in options)
     return (str(recipe), f"output_dir={recipe.parent / name}", OBJECTIVE, *options)
 
@@ -49,7 +49,7 @@ def records(recipe: Path, name: str) -> list[dict[str, Any]]:
 
 
 def averages(run_dir: Path, step: int) -> dict[str, Tensor]:
-    """Return the averages in a checkpoint."""
+    """Return the averaged weights in a checkpoint."""
     files = sorted((step_directory(run_dir, step) / "state").glob("average_rank_*.pt"))
     parts = [torch.load(file, weights_only=True) for file in files]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -68,12 +68,12 @@ def alone(recipe: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", ["alone", "alone-adapters"])
 def test_checkpoints_hold_the_average_of_the_weights(recipe: Path, alone: Any, name: str) -> None:
-    """It equals a loop in float64 over the weights of the checkpoints."""
+    """The stored average equals a float64 loop over the weights of all checkpoints."""
     assert alone[name][0]["divergence"] == pytest.approx(0, abs=1e-6)
     assert alone[name][-1]["divergence"] > alone[name][1]["divergence"] > 0
     run_dir = recipe.parent / name
     assert json.loads((run_dir / EXPORT / EXPORT_INFO).read_text())["teacher"] == f"ema {DECAY}"
-    if name == "alone-adapters":  # the averaged adapters are no part of the base model
+    if name == "alone-adapters":  # the averaged adapters are not part of the base model
         export_checkpoint(step_directory(run_dir, STEPS), recipe.parent / "exported")
         files = (recipe.parent / "exported", run_dir / EXPORT)
         assert len({(file / "model.safetensors").read_bytes() for file in files}) == 1
@@ -109,7 +109,7 @@ def test_demonstrations_give_the_same_losses_on_two_ranks(
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one_also_after_a_kill(recipe: Path, alone: Any, case: str) -> None:
-    """A resumed run has the bits of one without a break. One rank can resume it."""
+    """A resumed run equals an undisturbed run bit for bit, and one rank can resume it."""
     first, second, third = (f"{case}-{name}" for name in ("whole", "killed", "fewer"))
     done = launching.run_ranks("launch/continual.sh", *train(recipe, first, *CASES[case]))
     assert done.returncode == ExitCode.DONE, done.stdout
@@ -117,7 +117,7 @@ def test_two_ranks_equal_one_also_after_a_kill(recipe: Path, alone: Any, case: s
     for ours, one in zip(records(recipe, first), expected, strict=True):
         assert ours["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert ours["divergence"] == pytest.approx(one["divergence"], rel=1e-3, abs=1e-8)
-    if case == "adapters":  # their checkpoints have the same form
+    if case == "adapters":  # checkpoints of adapters have the same format
         return
     want = averages(recipe.parent / first, STEPS)
 

@@ -1,4 +1,4 @@
-"""Runs that decay off a checkpoint of another run."""
+"""Runs that start the learning rate decay from a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ def test_a_branch_needs_a_checkpoint_at_the_peak_of_the_same_run(tmp_path: Path)
         done = run_alone(str(recipe), f"output_dir={tmp_path / 'branch'}", *WSD, *settings)
         assert done.returncode == 2 and problem in done.stdout, done.stdout
     assert not list((tmp_path / "branch").glob("step-*"))
-    shutil.copytree(
-        trunk / "step-000002", tmp_path / "branch/step-000002"
-    )  # left by a launch that was killed
-    shutil.copyfile(trunk / CONFIG, tmp_path / "branch" / TRUNK)  # before it claimed the run
+    # A launch that was killed before it claimed the run leaves these files.
+    shutil.copytree(trunk / "step-000002", tmp_path / "branch/step-000002")
+    shutil.copyfile(trunk / CONFIG, tmp_path / "branch" / TRUNK)
     mixture = ["train.mixture={temperature: 1}", "train.mixture_from=4"]
     settings = [f"train.decay_from={trunk}/step-4", f"output_dir={tmp_path / 'branch'}", *mixture]
     done = run_alone(str(recipe), *WSD, *settings)
@@ -68,7 +67,7 @@ def test_a_branch_needs_a_checkpoint_at_the_peak_of_the_same_run(tmp_path: Path)
 
 
 def test_a_branch_has_a_selection_of_its_own(tmp_path: Path) -> None:
-    """The trunk ended early, and its best checkpoint is before the branch."""
+    """A branch ignores the best checkpoint and the early stop of its trunk."""
     recipe = tiny_recipe(tmp_path, save_steps=2, save_total_limit=9, max_steps=8, eval_steps=2)
     trunk = tmp_path / "trunk"
     rising = ("train.learning_rate=1.5", "train.keep_best=nll", "train.load_best_at_end=true")

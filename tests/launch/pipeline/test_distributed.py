@@ -1,4 +1,4 @@
-"""Real runs: exact resume on any number of ranks, stops, domains, adapters, background saves, preflight."""
+"""Real runs resume exactly on any number of ranks, stop cleanly, mix domains and save in the background."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SOURCES = [
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two mixed domains and two validation sets. It saves and validates at steps 3, 6 and 8."""
+    """Return a recipe of two mixed domains and two validation sets that saves at steps 3, 6 and 8."""
     directory = tmp_path_factory.mktemp("tiny")
     saves = {"save_steps": 3, "save_total_limit": 5, "eval_steps": 3}
     return launching.tiny_recipe(directory, SETS, {"sources": SOURCES}, mixture={"shares": SHARES}, **saves)
@@ -80,7 +80,7 @@ def run_two_ranks(recipe: Path, run_dir: Path, *options: str) -> None:
 
 
 def run_one_rank(recipe: Path, run_dir: Path, *options: str, code: ExitCode = ExitCode.DONE) -> str:
-    """Return the output of a run that exits with `code`."""
+    """Run on one rank, check that it exits with `code`, and return its output."""
     done = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
     assert done.returncode == code, done.stdout
     return done.stdout
@@ -88,7 +88,7 @@ def run_one_rank(recipe: Path, run_dir: Path, *options: str, code: ExitCode = Ex
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> Path:
-    """The directory of an undisturbed run on two ranks, with several passes per step."""
+    """Return the directory of an undisturbed run on two ranks with several passes per step."""
     run_dir = recipe.parent / "undisturbed"
     run_two_ranks(recipe, run_dir)
     return run_dir
@@ -117,7 +117,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
 
 
 def test_an_exported_checkpoint_is_the_export_of_the_run(undisturbed: Path, tmp_path: Path) -> None:
-    """One process needs only the checkpoint and config.yaml, here of two ranks under ZeRO-3."""
+    """One process exports a ZeRO-3 checkpoint of two ranks from only the checkpoint and config.yaml."""
     moved, target = tmp_path / "moved", tmp_path / "model"
     shutil.copytree(step_directory(undisturbed, 8), step_directory(moved, 8))
     tree = yaml.safe_load((undisturbed / CONFIG).read_text(encoding="utf-8"))
@@ -133,9 +133,9 @@ def test_an_exported_checkpoint_is_the_export_of_the_run(undisturbed: Path, tmp_
 
 
 def test_a_run_that_was_stopped_and_killed_equals_an_undisturbed_one(undisturbed: Path, recipe: Path) -> None:
-    """One rank gets SIGTERM under `emo train`. Later all ranks are killed.
+    """One rank gets SIGTERM under `emo train`, and later all ranks are killed.
 
-    Sampling under ZeRO-3 changes no number. Its greedy texts are those of the export.
+    Sampling under ZeRO-3 changes no results, and its greedy texts equal texts that the export generates.
     """
     run_dir = recipe.parent / "disturbed"
     samples = (f"train.sample_prompts={json.dumps(PROMPTS)}", "train.sample_tokens=6")
@@ -148,7 +148,7 @@ def test_a_run_that_was_stopped_and_killed_equals_an_undisturbed_one(undisturbed
     output, _ = process.communicate(timeout=120)
     assert process.returncode == ExitCode.STOPPED, output
     saved = step_of(checkpoints(run_dir)[-1])
-    with (run_dir / SAMPLES).open("a") as file:  # of a step that will be repeated
+    with (run_dir / SAMPLES).open("a") as file:  # a sample of a step that will be repeated
         file.write('{"step": 8, "prompt": "It", "text": " was lost"}\n')
     launching.kill_ranks(run_dir, saved + 1, "launch/continual.sh", *arguments)
     run_two_ranks(recipe, run_dir, *samples)
@@ -174,10 +174,10 @@ def read_validation_files(run_dir: Path) -> dict[Path, bytes]:
 
 
 def check_samples(run_dir: Path, stopped: int) -> None:
-    """Compare the sampled texts of a run that stopped once with those of its export."""
+    """Check when a run that stopped once wrote samples, and that its export generates the last texts."""
     records, damaged = read_records(run_dir / SAMPLES)
     assert not damaged
-    sampled = [step for step in (0, 3, 6, 8) if step != stopped]  # a run that stops writes no texts
+    sampled = [step for step in (0, 3, 6, 8) if step != stopped]  # a run that stops writes no samples
     assert [(r["step"], r["prompt"]) for r in records] == [(s, p) for s in sampled for p in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(run_dir / EXPORT)
     tokenizer = load_tokenizer(run_dir / EXPORT)
@@ -193,7 +193,7 @@ def check_samples(run_dir: Path, stopped: int) -> None:
 def test_the_nll_of_a_document_does_not_depend_on_ranks_and_packing(
     undisturbed: Path, recipe: Path, name: str
 ) -> None:
-    """The export's NLLs, one part of a document at a time, add up to the validation's."""
+    """The validation NLL of a document is the sum over its parts, each computed alone with the export."""
     model = AutoModelForCausalLM.from_pretrained(undisturbed / "export", dtype=torch.float64)
     data = TokenDataset(recipe.parent / "data" / split_of(name))
     batch = data.batch(np.arange(6))  # train.eval_rows
@@ -221,7 +221,7 @@ def test_the_nll_of_a_document_does_not_depend_on_ranks_and_packing(
 
 
 def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path, recipe: Path) -> None:
-    """It resumes from an older checkpoint, because the newest one is damaged."""
+    """The run resumes from an older checkpoint, because the newest one is damaged."""
     run_dir = recipe.parent / "ranks"
     shutil.copytree(undisturbed, run_dir)
     shutil.rmtree(run_dir / "export")
@@ -235,7 +235,7 @@ def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path,
 
 
 def test_weighted_data_give_the_same_run_on_any_ranks_and_after_a_kill(tmp_path: Path) -> None:
-    """Bit for bit after a kill, up to rounding on one rank. Means are over weights, counts over tokens."""
+    """A killed run is identical bit for bit, and one rank agrees up to rounding. Only means are weighted."""
     for domain in "ab":
         rows = [row | {"weight": (0.3, 1, 2.5)[n % 3]} for n, row in enumerate(alpaca_rows(120))]
         rows = [row | {"instruction": f"{domain} {row['instruction']}"} for row in rows]
@@ -266,7 +266,7 @@ def test_weighted_data_give_the_same_run_on_any_ranks_and_after_a_kill(tmp_path:
     assert isinstance(first["tokens"], int) and sum(weights) != pytest.approx(first["tokens"], rel=1e-3)
 
 
-# An objective with a finite gradient, whose loss is NaN for the probabilities of a new model.
+# An objective whose gradient is finite, but whose loss is NaN for the probabilities of a new model.
 NAN_LOSS = """
 import torch
 from emo.pipeline.loss.objectives import Coefficients
@@ -289,7 +289,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(recipe: Path, tmp_path: Pat
 
 
 def test_adapters_are_exported_and_resume_only_with_their_base(recipe: Path, tmp_path: Path) -> None:
-    """Checkpoints hold no frozen weights, but a sum identifies them, on any number of ranks."""
+    """Checkpoints hold a digest of the frozen weights instead of the weights, on any number of ranks."""
     base, run_dir = tmp_path / "base", tmp_path / "run"
     keys = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["architecture"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(base)
@@ -312,7 +312,7 @@ def test_adapters_are_exported_and_resume_only_with_their_base(recipe: Path, tmp
 
 
 def tokens_of_domains(recipe: Path, history: list[MixtureStart], steps: int) -> list[int]:
-    """Supervised tokens of each domain in the first steps."""
+    """Return the supervised tokens of each domain in the first steps."""
     data = TokenDataset(recipe.parent / "data" / "train")
     order = MixedOrder(data.domain, data.valid, data.domains, 8, 42, history)
     rows = np.concatenate([order.step_rows(step) for step in range(steps)])
@@ -320,7 +320,7 @@ def tokens_of_domains(recipe: Path, history: list[MixtureStart], steps: int) -> 
 
 
 def test_domains_add_up_to_the_step(recipe: Path, undisturbed: Path) -> None:
-    """Tokens follow the order of rows. Losses and NLLs add up to the step's."""
+    """Domain tokens follow the order of rows, and the step's loss and NLL are means over the domains."""
     before = [0, 0]
     for record in read_steps(undisturbed):
         parts = [record["domains"][name] for name in SETS]
@@ -334,7 +334,7 @@ def test_domains_add_up_to_the_step(recipe: Path, undisturbed: Path) -> None:
 
 
 def test_a_mixture_changes_at_a_resume(recipe: Path, undisturbed: Path) -> None:
-    """From the checkpoint of step 3, rows follow the new mixture."""
+    """After a resume from step 3, rows follow the new mixture."""
     run_dir = recipe.parent / "changed"
     shutil.copytree(undisturbed, run_dir)
     for directory in (run_dir / EXPORT, *(step_directory(run_dir, step) for step in (6, 8))):
@@ -351,7 +351,7 @@ def test_a_mixture_changes_at_a_resume(recipe: Path, undisturbed: Path) -> None:
 
 
 def test_preflight_reports_what_a_host_lacks(recipe: Path, tmp_path: Path) -> None:
-    """Two ranks that may train, then one without data and with an impossible run directory."""
+    """Preflight accepts two ranks, and reports missing data and an impossible run directory."""
     command = ["-m", "emo", "preflight", str(recipe)]
     done = launching.run_ranks(*command, f"output_dir={tmp_path / 'run'}", COLUMNS="200")
     assert done.returncode == 0 and "all-reduce" in done.stdout, done.stdout
@@ -366,7 +366,7 @@ def test_preflight_reports_what_a_host_lacks(recipe: Path, tmp_path: Path) -> No
 def run_disturbed(
     disturbance: str, recipe: Path, run_dir: Path, *options: str, code: ExitCode = ExitCode.DONE
 ) -> str:
-    """Return the output of a run with a `disturbance` of tests/helpers/saving_worker.py."""
+    """Return the output of two ranks with a `disturbance` of tests/helpers/saving_worker.py."""
     saves = (f"train.max_steps={LAST}", "train.save_steps=2", "train.export_checkpoints=true")
     arguments = (disturbance, str(recipe), f"output_dir={run_dir}", *saves, *options)
     done = launching.run_ranks("-m", "tests.helpers.saving_worker", *arguments)
@@ -376,10 +376,7 @@ def run_disturbed(
 
 @pytest.fixture(scope="module")
 def late_exports(recipe: Path) -> Path:
-    """A run that wrote exports late and kept one checkpoint. Its copies are next to it.
-
-    The head has learning rate 0.
-    """
+    """Return a run with late exports, one kept checkpoint, copies next to it and a fixed head."""
     run_dir = recipe.parent / "late-exports"
     options = ("train.save_total_limit=1", f"train.copy_to={recipe.parent / 'copies'}", *FIXED_HEAD)
     run_disturbed("late", recipe, run_dir, *options)
@@ -387,7 +384,7 @@ def late_exports(recipe: Path) -> Path:
 
 
 def test_background_exports_have_the_weights_of_their_step(late_exports: Path) -> None:
-    """Training continues meanwhile. A checkpoint is invisible until it is complete."""
+    """Training continues during an export, and a checkpoint is invisible until it is complete."""
     assert [json.loads(line) for line in (late_exports.parent / SEEN).read_text().splitlines()] == [
         {"step": 2, "checkpoints": [], "targets": []},
         {"step": 4, "checkpoints": [2], "targets": ["late-exports-step-000002"]},
@@ -411,9 +408,9 @@ def test_background_exports_have_the_weights_of_their_step(late_exports: Path) -
 def test_a_run_resumes_from_copies_and_a_full_disk_loses_no_checkpoint(
     recipe: Path, late_exports: Path, tmp_path: Path
 ) -> None:
-    """The run directory is gone, and the newer of two copied checkpoints is damaged.
+    """The run directory is gone and the newer of two copies is damaged, so the older copy is used.
 
-    Under ZeRO-3 and after resuming, a head with learning rate 0 does not change in spite of weight decay.
+    Under ZeRO-3 and after a resume, a head with learning rate 0 does not change despite weight decay.
     """
     run_dir, target = tmp_path / "run", tmp_path / "copies"
     shutil.copytree(late_exports.parent / "copies", target)
@@ -435,7 +432,7 @@ def test_a_run_resumes_from_copies_and_a_full_disk_loses_no_checkpoint(
 
 
 def test_weights_that_are_not_finite_are_not_saved(recipe: Path, tmp_path: Path) -> None:
-    """A single value of one rank ends the run as a mistake, because another start would fail again."""
+    """A single infinite weight on one rank ends the run with code 2, because a restart would fail again."""
     options = ["train.save_steps=1", "train.export_checkpoints=false", "train.async_save=false"]
     output = run_disturbed("damaged", recipe, tmp_path / "run", *options, code=ExitCode.MISTAKE)
     assert "Traceback" not in output
@@ -454,7 +451,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(recipe: Path, tmp_path: Pat
 
 
 def test_a_slow_rank_is_named(recipe: Path, tmp_path: Path) -> None:
-    """It is slow on the host and in both passes of the head. Validation and saves do not count."""
+    """Rank 1 is slow on its host and in both passes of the head. Validation and saves are not measured."""
     options = ["train.export_checkpoints=false", "train.eval_steps=6", "train.save_steps=6"]
     options += ["train.max_steps=12", "train.profile={steps: [2, 2], ranks: [1]}"]
     output = run_disturbed("slow", recipe, tmp_path / "run", *options)

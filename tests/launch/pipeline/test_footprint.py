@@ -1,4 +1,4 @@
-"""The predicted memory, compared with DeepSpeed's and with traced activations."""
+"""The predicted memory matches measurements of DeepSpeed and traces of activations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from emo.pipeline.planning.footprint import Setup, Sizes
 from tests.helpers import launching, zero_worker
 from tests.helpers.accelerator import traced
 
-TOKENS = 3001  # no width is equal to it
+TOKENS = 3001  # differs from all widths, so that a trace can recognise tensors over tokens
 
 
 class FlashAttention(torch.autograd.Function):
-    """Keeps the same tensors for its backward pass as flash attention."""
+    """A stand-in that saves the same tensors for its backward pass as flash attention."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any)
 
 
 def peak(sizes: Sizes, layers: int, checkpointing: bool) -> int:
-    """Return the largest bytes of a LLaMA's activations in one forward and backward pass over a row."""
+    """Return the peak bytes of a LLaMA's activations in a forward and backward pass over one row."""
     shape = {"hidden_size": sizes.hidden, "intermediate_size": sizes.inner, "num_hidden_layers": layers}
     shape |= {"num_attention_heads": sizes.hidden // 128, "num_key_value_heads": sizes.key_values // 128}
     config = LlamaConfig(**shape, vocab_size=64)
@@ -66,7 +66,7 @@ LLAMA = {
 def test_predicted_activations_are_those_of_a_trace(name: str, checkpointing: bool) -> None:
     sizes = LLAMA[name]
     two, three, four = (peak(sizes, layers, checkpointing) for layers in (2, 3, 4))
-    assert four - three == three - two  # all layers take the same
+    assert four - three == three - two  # all layers need the same memory
     total = four + (four - three) * (sizes.layers - 4)
     setup = Setup(8, 3, 1, TOKENS, checkpointing=checkpointing)
     assert footprint.memory(sizes, setup).activations == pytest.approx(total, rel=0.1)
@@ -74,7 +74,7 @@ def test_predicted_activations_are_those_of_a_trace(name: str, checkpointing: bo
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Measure the memory of one of several ranks."""
+    """Measure the memory of rank 0 of several ranks in each case."""
     path = tmp_path_factory.mktemp("zero") / "results.json"
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(zero_worker.RANKS)}
     done = launching.run_forked([rank], "-m", "tests.helpers.zero_worker", str(path))
@@ -85,7 +85,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [zero_worker.name(*case) for case in zero_worker.CASES])
 def test_predicted_memory_is_that_of_deepspeed(measured: dict[str, dict[str, float]], case: str) -> None:
-    """At the peak of a step, and between two steps, when gradients may be free."""
+    """The plan predicts the peak of a step, and the memory between steps, when gradients may be freed."""
     memory = measured[case]
     assert memory["planned"] == pytest.approx(memory["peak"], rel=0.05)
     state = memory["parameters"] + memory["optimizer"]

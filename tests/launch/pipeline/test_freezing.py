@@ -1,4 +1,4 @@
-"""Runs in which only embeddings and head learn at first."""
+"""Runs that train only the embeddings and the head at first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = ("train.only=embeddings", f"train.only_steps={FROZEN_STEPS}", "train.
 
 
 def moments(checkpoint: Path) -> list[tuple[float, bool]]:
-    """Return the step count of each part of the optimizer's state, and whether its moments are zero."""
+    """Return the distinct step counts in the optimizer's state, and whether their moments are zero."""
 
     def find(tree: Any) -> Iterator[dict[str, Any]]:
         if isinstance(tree, dict) and "exp_avg" in tree:
@@ -58,7 +58,7 @@ def test_other_weights_and_their_moments_do_not_move(stage: int, dtype: str, tmp
     assert changed == [FREE, set(base)]
     assert moments(step_directory(run_dir, FROZEN_STEPS)) == [(FROZEN_STEPS, False), (FROZEN_STEPS, True)]
     assert moments(step_directory(run_dir, STEPS)) == [(STEPS - FROZEN_STEPS, False), (STEPS, False)]
-    # On another number of ranks the counts are the same.
+    # A resume on another number of ranks gives the same counts.
     expected = losses(run_dir)
     for step in (9, STEPS):
         shutil.rmtree(step_directory(run_dir, step))

@@ -1,4 +1,4 @@
-"""Finding slow GPUs, hosts and links, in given speeds and on real ranks of which one is slow."""
+"""Slow GPUs, hosts and links are found in given speeds, and on real ranks of which one is slow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_host_is_measured_with_both_neighbours(hosts: int) -> None:
 
 
 def test_a_slow_host_of_three_is_named(tmp_path: Path) -> None:
-    """Four ranks on three hosts, by their names. Rank 1 computes and communicates slowly."""
+    """Four ranks have the names of three hosts, and rank 1 computes and communicates slowly."""
     recipe = launching.tiny_recipe(tmp_path)
     group = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "COLUMNS": "200"}
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launching.free_port())}

@@ -1,4 +1,4 @@
-"""Checks of a launch before weights are loaded, alone and compared with earlier launches of the run."""
+"""Checks before weights are loaded, of a launch alone and against earlier launches of its run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_changed_key_is_named_before_any_rank_starts(
 
 
 def test_another_run_in_the_copy_is_rejected(tmp_path: Path) -> None:
-    """In a new run directory and in a claimed one. An impossible address is a mistake, not a failure."""
+    """It is rejected in new and claimed run directories. An unknown address is a mistake, not a failure."""
     target = tmp_path / "copies"
     (target / "step-000003").mkdir(parents=True)
     identity.claim_run_dir(config(target), DATA)
@@ -96,7 +96,7 @@ OTHER = "train.mixture={shares: {home: 0.9, abroad: 0.1}, by: rows}"
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """A run that was trained with MIXED and has a checkpoint of step 3."""
+    """Return the directory of a run with the mixture MIXED and a checkpoint of step 3."""
     identity.claim_run_dir(config(tmp_path, MIXED), DATA)
     write_checkpoint(tmp_path, STATE_NOW)
     return tmp_path
@@ -121,7 +121,7 @@ def test_a_mixture_may_only_change_with_its_key_at_the_newest_checkpoint(mixed: 
 def test_a_changed_mixture_is_recorded_and_then_needs_no_key(
     mixed: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Also after only a copy is left."""
+    """The record is also kept if only a copy of the run is left."""
     first, other = config(mixed, MIXED), config(mixed, OTHER, "train.mixture_from=3")
     history = [MixtureStart(0, first.train.mixture), MixtureStart(3, other.train.mixture)]
     assert identity.mixture_history(other) == history
@@ -207,7 +207,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the recipe and its data, and an objective in a file with a module that it imports."""
+    """Return a directory with a recipe, its data, an objective file, and a module that the file imports."""
     shutil.copytree(prepared.parent, tmp_path, dirs_exist_ok=True)
     tree = yaml.safe_load(prepared.read_text(encoding="utf-8"))
     tree["output_dir"], tree["data"]["dir"] = str(tmp_path / "run"), str(tmp_path / "data")
@@ -266,7 +266,7 @@ def test_a_deepspeed_file_that_changes_numbers_is_rejected(folder: Path) -> None
 
 
 def test_other_micro_batches_are_rejected_if_weights_are_normalised(folder: Path) -> None:
-    """`mile` divides weights by their mean over a micro-batch."""
+    """`mile` divides weights by their mean over a micro-batch, so the rows of a pass must not change."""
     for name, micro in (("emo", 2), ("mile", 2), ("mile", 8)):
         settings = (f"objective.name={name}", f"output_dir={folder / f'{name}-{micro}'}")
         claim(recipe(folder, *settings, f"train.micro_batch_size={micro}"))
@@ -278,7 +278,7 @@ def test_other_micro_batches_are_rejected_if_weights_are_normalised(folder: Path
 
 
 def test_costs_of_another_tokenizer_are_rejected(folder: Path) -> None:
-    """Only the ids of tokens matter."""
+    """A tokenizer with other token ids is rejected. Changes that keep the ids are accepted."""
     model = folder / "model"
     family("llama", vocab_size=384).save_pretrained(model)
     shutil.copytree(folder / "data/tokenizer", model, dirs_exist_ok=True)
@@ -290,7 +290,7 @@ def test_costs_of_another_tokenizer_are_rejected(folder: Path) -> None:
     tree["model"]["vocab"] = dict(zip(pieces, [*range(200), *range(383, 199, -1)], strict=True))
     file.write_text(json.dumps(tree))
     assert_rejected(config, "cost-tokenizer")
-    shutil.copy(file, folder / "data/tokenizer/tokenizer.json")  # the one that is exported
+    shutil.copy(file, folder / "data/tokenizer/tokenizer.json")  # the copy that is exported
     assert_rejected(recipe(folder), "changed-tokenizer")
 
 

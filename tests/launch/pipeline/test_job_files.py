@@ -1,4 +1,4 @@
-"""Slurm's and Kubernetes' job files, the image's health, and the quickstart: what is run, and run again."""
+"""Tests of the job files for Slurm and Kubernetes, the image's health check, and the quickstart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.campaigns.kubernetes import Document, installed_kustomize, problems, 
 from tests.conftest import REPO
 from tests.helpers import launching
 
-# Stand-ins for Slurm's commands. The ranks' reports are given as "rank-0=2 rank-1=".
+# Stand-ins for Slurm's commands. STAND_IN_REPORTS has the ranks' reports, such as "rank-0=2 rank-1=".
 SRUN = """#!/bin/bash
 if [[ $* = *" preflight "* ]]; then
     echo "$STAND_IN_TABLE"
@@ -46,7 +46,7 @@ esac
 
 
 def run_job(directory: Path, code: int, reports: str = "", **environment: str) -> int:
-    """The exit code of train.sbatch under the stand-ins; they leave files where they were called."""
+    """Run train.sbatch with the stand-ins, which write files to `directory`, and return the exit code."""
     for command, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (directory / command).write_text(text)
         (directory / command).chmod(0o755)
@@ -55,7 +55,7 @@ def run_job(directory: Path, code: int, reports: str = "", **environment: str) -
     settings |= {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[1-2]"}
     settings |= {"STAND_IN_CODE": str(code), "STAND_IN_REPORTS": reports, "STAND_IN_COMMAND": str(job)}
     settings |= {"STAND_IN_EXCLUDED": "(null)", "PATH": f"{directory}:{os.environ['PATH']}"}
-    spooled = shutil.copy(job, directory / "slurm_script")  # as slurmd runs it
+    spooled = shutil.copy(job, directory / "slurm_script")  # slurmd runs a copy
     command = ["bash", spooled, "continual", "recipe.yaml"]
     return subprocess.run(command, env=os.environ | settings | environment, timeout=60).returncode
 
@@ -64,12 +64,12 @@ def run_job(directory: Path, code: int, reports: str = "", **environment: str) -
     ("srun", "reports", "expected", "again"),
     [
         (0, "rank-0=0 rank-1=0", 0, False),
-        (134, "rank-0=2 rank-1=", 2, False),  # the others were aborted when the one with the mistake left
-        (137, "rank-0= rank-1=", 137, True),  # killed: its node, or its memory
+        (134, "rank-0=2 rank-1=", 2, False),  # rank 1 was aborted after the mistake of rank 0
+        (137, "rank-0= rank-1=", 137, True),  # killed with its node, or for its memory
         (75, "rank-0=75 rank-1=75", 75, True),
-        (1, "", 1, True),  # nothing could be written
+        (1, "", 1, True),  # no rank could write a report
         (134, "rank-0=1@node-2 rank-1=", 134, True),  # a GPU of node-2 failed
-        (2, "rank-0=2 rank-1=1@node-2", 1, True),  # what rank 0 made of that
+        (2, "rank-0=2 rank-1=1@node-2", 1, True),  # rank 0 took the failure of rank 1 for a mistake
     ],
 )
 def test_which_ends_of_training_are_queued_again(
@@ -104,7 +104,7 @@ def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
 
 
 def test_evaluation_comes_back_with_the_options_it_was_given(tmp_path: Path) -> None:
-    """From the environment of the job and from what scontrol shows of it; absent ones are left out."""
+    """The options come from the job's environment and from scontrol, and missing ones are omitted."""
     shown = "   Account=team QOS=(null) Partition=a100\n   NumNodes=2-2 TimeLimit=02:30:00 Features=(null)\n"
     shown += f"   ExcNodeList=node-9\n   Command={REPO}/launch/slurm/evaluate.sbatch a b\n"
     for command, text in (
@@ -135,7 +135,7 @@ def test_evaluation_comes_back_with_the_options_it_was_given(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("has_python", [True, False])
 def test_without_the_packages_the_launch_script_says_so(tmp_path: Path, has_python: bool) -> None:
-    """In a line that names `make setup`, not in a traceback."""
+    """The script prints one line that names `make setup`, and no traceback."""
     for name in ("sh", "env"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     if has_python:  # without its packages
@@ -155,7 +155,7 @@ def test_without_the_packages_the_launch_script_says_so(tmp_path: Path, has_pyth
 
 
 def under_kubernetes(code: int) -> str:
-    """Return the action of the training job's first rule that fits an exit code."""
+    """Return the action of the training job's first rule that matches an exit code."""
     documents = yaml.safe_load_all((REPO / "launch/k8s/base/train.yaml").read_text())
     (job,) = (entry for entry in documents if entry["kind"] == "Job")
     rules = job["spec"]["podFailurePolicy"]["rules"]
@@ -173,7 +173,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launching.tiny_recipe(tmp_path_factory.mktemp("faults"))
 
 
-FAULTS = {"device": (1, "node-7"), "nccl": (1, ""), "mistake": (2, "")}  # exit code; the node, if it is known
+FAULTS = {"device": (1, "node-7"), "nccl": (1, ""), "mistake": (2, "")}  # exit code and node, if known
 TRIED = [("device", "starting")]
 TRIED += [("device", "step"), ("mistake", "step"), ("nccl", "loading"), ("nccl", "saving")]
 
@@ -182,9 +182,9 @@ TRIED += [("device", "step"), ("mistake", "step"), ("nccl", "loading"), ("nccl",
 def test_a_fault_of_every_class_under_every_launcher(
     recipe: Path, tmp_path: Path, fault: str, phase: str
 ) -> None:
-    """Real ranks, and what the supervisor, Slurm's file and Kubernetes' file make of how they ended.
+    """The supervisor and the job files of Slurm and Kubernetes retry hardware faults, but not mistakes.
 
-    Hardware is tried again, and elsewhere where its node is known; a mistake is not.
+    If the faulty node is known, Slurm excludes it.
     """
     expected, node = FAULTS[fault]
     (reports := tmp_path / "reports").mkdir()
@@ -213,21 +213,21 @@ def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
     assert problems(render(target, command)) == []
     base = os.path.relpath(REPO / "launch/k8s", tmp_path.resolve())
     elsewhere = (target / "kustomization.yaml").read_text().replace("../..", base)
-    if target.parent.name == "overlays":  # one that a site keeps in a repository of its own
+    if target.parent.name == "overlays":  # as in a site's separate repository
         (tmp_path / "kustomization.yaml").write_text(elsewhere)
         assert render(tmp_path, command) == render(target, command)
 
 
 @pytest.fixture(scope="module")
 def rendered() -> dict[str, list[Document]]:
-    """Every target's documents, by its name."""
+    """Return the documents of every target by its name."""
     if (command := installed_kustomize()) is None:
         pytest.skip("needs kustomize or kubectl")
     return {target.name: render(target, command) for target in targets()}
 
 
 def test_two_runs_share_a_namespace(rendered: dict[str, list[Document]]) -> None:
-    """They have only the claim in common, and no pod is selected by the other's service or policy."""
+    """Two runs share only the volume claim, and neither's service or policy selects the other's pods."""
     first, second = (
         {(d["kind"], d["metadata"]["name"]): d for d in rendered[name]} for name in ("cluster", "second-run")
     )
@@ -254,7 +254,7 @@ def test_two_runs_share_a_namespace(rendered: dict[str, list[Document]]) -> None
 def test_pods_get_the_options_of_their_settings(
     rendered: dict[str, list[Document]], tmp_path: Path, kind: str
 ) -> None:
-    """key=value for preparation and training, options for evaluation, quoted as in a shell."""
+    """Preparation and training get key=value, and evaluation gets options, quoted as in a shell."""
     documents = rendered["second-run"]
     (settings,) = (d["data"] for d in documents if d["kind"] == "ConfigMap")
     (job,) = (d for d in documents if d["metadata"]["name"].endswith(kind) and "Job" in d["kind"])
@@ -291,7 +291,7 @@ def test_health_is_how_long_a_run_has_been_at_what_it_does(tmp_path: Path) -> No
         command = [REPO / "launch/entrypoint.sh", "health"]
         return subprocess.run(command, env=os.environ | settings).returncode
 
-    assert health() == 0  # nothing trains here
+    assert health() == 0  # no run trains here
     for idle, code in ((10, 0), (200, 1)):
         now = time.time()
         beat.write_text(json.dumps({"time": now, "step": 7, "doing": "saving", "since": now - idle}))
@@ -302,7 +302,7 @@ TRAIN = ["train", "--num_gpus", "2", "--"]
 
 
 def test_the_quickstart_continues_what_it_trained_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice from one model, with its tokenizer and the same data: the comparison is fair."""
+    """Both continuations start from one model, with its tokenizer and the same data."""
     monkeypatch.chdir(REPO)
     commands = (command for _, side_by_side in quickstart.steps() for command in side_by_side)
     settings = [command[7:] for command in commands if command[3:7] == TRAIN]

@@ -1,4 +1,4 @@
-"""KL(base, model) on the validation sets of a run, with the base in memory or from stored predictions."""
+"""Runs measure KL(base, model) on validation sets, with the base in memory or stored predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers import launching
 from tests.helpers.families import tiny_llama
 
 KEY = "validation_kl_from_base"
-ROWS = 7  # train.eval_rows: not the same number for each of two ranks
+ROWS = 7  # train.eval_rows, which two ranks cannot share evenly
 STORED = ("train.kl_from_base=24",)
 LORA = ('model.lora={"r": 4, "dropout": 0.1}', "train.learning_rate=0.01")
 ZERO1 = "deepspeed=ds_configs/zero1.json"
@@ -29,7 +29,7 @@ ANCHOR = ('objective={"sum": [{"name": "mle"}, {"name": "kl", "teacher": "base",
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe on prepared data and a model."""
+    """Return a recipe with prepared data and a start model."""
     directory = tmp_path_factory.mktemp("kl")
     options = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "logging_steps": 1, "eval_rows": ROWS}
     path = launching.tiny_recipe(directory, **options)
@@ -61,7 +61,7 @@ def train(recipe: Path, name: str, *options: str, ranks: int = 1) -> dict[int, f
 
 @torch.no_grad()
 def dense_kl(recipe: Path, name: str, k: int | None = None) -> float:
-    """Return the mean KL of an export from the base in float64, over k tokens and the rest or over all."""
+    """Return the mean KL from the base to an export in float64, over all tokens or the top k and the rest."""
     data = TokenDataset(recipe.parent / "data" / VALIDATION)
     base, model = (
         AutoModelForCausalLM.from_pretrained(recipe.parent / path, dtype=torch.float64)
@@ -87,14 +87,14 @@ def stored(recipe: Path) -> dict[int, float]:
 
 
 def test_stored_predictions_give_their_divergence(recipe: Path, stored: dict[int, float]) -> None:
-    """It is a lower limit of the exact one."""
+    """The KL from stored predictions is a lower bound of the exact KL."""
     assert list(stored) == [0, 2, 4] and stored[0] == 0 < stored[2] < stored[4]
     assert stored[4] == pytest.approx(dense_kl(recipe, "stored", 24), abs=1e-6)
     assert stored[4] < dense_kl(recipe, "stored")
 
 
 def test_two_ranks_that_were_killed_measure_the_same(recipe: Path, stored: dict[int, float]) -> None:
-    """Two ranks under ZeRO-3 store the predictions. One rank reads them after a kill."""
+    """Two ranks under ZeRO-3 store the predictions. Two ranks and one rank read them after a kill."""
     run_dir = recipe.parent / "killed"
     launching.kill_ranks(run_dir, 3, "launch/continual.sh", str(recipe), f"output_dir={run_dir}", *STORED)
     files = sorted(path.name for path in (run_dir / VALIDATION / "validation").glob("base-*"))
@@ -109,7 +109,7 @@ def test_two_ranks_that_were_killed_measure_the_same(recipe: Path, stored: dict[
 
 
 def test_a_run_without_its_stored_predictions_resumes(recipe: Path, stored: dict[int, float]) -> None:
-    """More rows than were stored, and damaged files, give a warning and no number."""
+    """If rows were not stored or a file is damaged, the run warns and does not measure the KL."""
     for name, option in (("more", ("train.eval_rows=8",)), ("damaged", ())):
         run_dir = recipe.parent / name
         shutil.copytree(recipe.parent / "stored", run_dir)
@@ -124,7 +124,7 @@ def test_a_run_without_its_stored_predictions_resumes(recipe: Path, stored: dict
 
 
 def test_adapters_are_measured_exactly_by_default(recipe: Path) -> None:
-    """No file is stored, and 0 turns the measurement off."""
+    """The run stores no predictions, and train.kl_from_base=0 turns the measurement off."""
     kl = train(recipe, "adapters", *LORA)
     assert list(kl) == [0, 2, 4] and kl[0] == 0 < kl[2] < kl[4]
     assert kl[4] == pytest.approx(dense_kl(recipe, "adapters"), abs=1e-6)

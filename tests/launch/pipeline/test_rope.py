@@ -1,4 +1,4 @@
-"""A run that extends the context of a model, killed and resumed, and its exports."""
+"""A run that extends a model's context is killed, resumes, and exports the longer context."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_model_with_a_longer_context_trains_resumes_and_exports(tmp_path: Path
     assert not done.returncode and "resum" in done.stdout, done.stdout
     steps = [record for record in read_metrics(tmp_path / "run") if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
-    assert steps[0]["loss"] < 1e-6 < steps[-1]["loss"]  # the copy for the teacher has the same RoPE
+    assert steps[0]["loss"] < 1e-6 < steps[-1]["loss"]  # the teacher is a copy with the same RoPE
     export_checkpoint(tmp_path / "run", tmp_path / "exported")
     read = []
     for directory in (tmp_path / "run/export", tmp_path / "exported"):

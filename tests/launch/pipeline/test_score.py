@@ -1,4 +1,4 @@
-"""`emo score`: another model's log-probabilities, stored once and read in training."""
+"""`emo score` stores another model's log-probabilities, and training reads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.refusals import refused
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with a recipe, prepared data and the model that it starts from."""
+    """Return a directory with a recipe, its prepared data and its start model."""
     directory = tmp_path_factory.mktemp("score")
     recipe = tiny_recipe(directory, max_steps=2)
     tree = yaml.safe_load(recipe.read_text())
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scores_are_those_of_the_model(folder: Path) -> None:
-    """Compared with transformers' forward of each document alone, in float64."""
+    """The scores equal a float64 forward pass of transformers over each document alone."""
     command = ["score", str(folder / "recipe.yaml"), "--model", str(folder / "model")]
     assert main([*command, "data.shards=1"]) == 0
     model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_scores_are_those_of_the_model(folder: Path) -> None:
 
 
 def test_training_reads_scores_and_rejects_changed_ones(folder: Path) -> None:
-    """In PSFT against the initial model every ratio is 1 at the first step, so the loss is -1."""
+    """The first loss of PSFT against the initial model is -1, because every ratio is 1."""
     command = ["score", str(folder / "recipe.yaml"), "--name", "start"]
     assert main([*command, "--model", str(folder / "model")]) == 0
     changes = ["objective.name=psft", "objective.scores=start", f"output_dir={folder / 'psft'}"]
@@ -75,7 +75,7 @@ def test_training_reads_scores_and_rejects_changed_ones(folder: Path) -> None:
 
 
 def test_a_custom_objective_and_a_schedule_train(folder: Path) -> None:
-    """Once a sum has ramped to MLE alone, the logged loss is the NLL."""
+    """After the weights of a sum have ramped to MLE alone, the logged loss is the NLL."""
     objective = "examples/my_objective.py:unsure"
     weights = [{"from": 1 - end, "to": end, "steps": 2} for end in (0, 1)]
     parts = [{"name": n, "weight": w} for n, w in zip((objective, "mle"), weights, strict=True)]
@@ -84,7 +84,7 @@ def test_a_custom_objective_and_a_schedule_train(folder: Path) -> None:
     done = run_alone(str(folder / "recipe.yaml"), *changes)
     assert done.returncode == 0, done.stdout
     records = [record for record in read_metrics(run_dir) if "loss" in record]
-    assert records[0]["loss"] > records[0]["nll"] + 0.1  # the weight is above 1 everywhere
+    assert records[0]["loss"] > records[0]["nll"] + 0.1  # the custom objective weights all tokens above 1
     for record in records[2:]:
         assert record["loss"] == pytest.approx(record["nll"], rel=1e-6)
 

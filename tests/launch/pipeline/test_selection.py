@@ -1,4 +1,4 @@
-"""The best checkpoint of a run, and early stopping."""
+"""Runs keep and export their best checkpoint, and stop early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.launching import kill_ranks, run_alone, run_ranks, tiny_recip
 
 SETTINGS = (
     *("train.eval_steps=2", "train.keep_best=nll", "train.save_total_limit=1", "train.save_steps=3"),
-    # the rate rises until the loss does
+    # the learning rate rises until the loss rises
     *("train.lr_scheduler_type=constant", "train.learning_rate=1.5", "train.warmup_steps=14"),
 )
 
@@ -59,7 +59,7 @@ def test_the_best_checkpoint_survives_and_is_exported(tmp_path: Path) -> None:
 
 
 def watch(run_dir: Path, values: dict[int, float], done: threading.Event) -> None:
-    """Give each new checkpoint its score, as a watcher does."""
+    """Append the score of each new checkpoint, as a watcher does."""
     seen = set[str]()
     while not done.wait(0.05):
         for directory in checkpoints(run_dir):

@@ -1,4 +1,4 @@
-"""Ranks that share rows train as one process does, and runs may change how many share a row."""
+"""Ranks that share rows train like one process, and a run may change how many ranks share a row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETS = ("home", "abroad")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of four ranks by case."""
+    """Return the losses of four ranks by case."""
     file = tmp_path_factory.mktemp("shared") / "losses.json"
     command = ("-m", "tests.helpers.sequence_worker", str(file), str(BLOCK), str(STEPS), *map(str, CASES))
     done = launching.run_ranks(*command, ranks=4)
@@ -49,7 +49,7 @@ def test_a_wrong_attention_is_found_before_training(results: dict[str, list[floa
 
 
 def test_a_run_resumes_with_other_groups(tmp_path: Path) -> None:
-    """A killed run on two ranks that share rows continues on four. Losses and documents are those of one."""
+    """A killed run on two ranks that share rows resumes on four ranks and matches a run on one rank."""
     saves = {"save_steps": 3, "eval_steps": 3, "save_total_limit": 5}
     path = launching.tiny_recipe(tmp_path, SETS, max_steps=6, **saves)
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Two real ranks train as one process does, under every ZeRO stage and wrapper."""
+"""Two real ranks train like one process, under every ZeRO stage and wrapper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Results = dict[str, dict[Any, Any]]
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Results of rank 0 of two."""
+    """Return the results of rank 0 of two ranks."""
     directory = tmp_path_factory.mktemp("sharded")
     done = launching.run_ranks("-m", "tests.helpers.sharded_worker", str(directory))
     assert done.returncode == 0, done.stdout[-5000:]
@@ -33,7 +33,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def test_wrapped_models_train_as_one_process(sharded: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the loss of the global batch, and every parameter after a step."""
+    """The loss of the global batch and every parameter after a step are the same."""
     monkeypatch.chdir(REPO)
     for case in WRAPPERS:
         bound = 2e-2 if case == "autocast" else 1e-5  # bfloat16 rounds halves of a batch differently
@@ -48,21 +48,21 @@ MUON = EXACT if ns_compute_dtype() == torch.float32 else 5e-3
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_stage_trains_as_one_process(sharded: Results, name: str) -> None:
-    """Losses and the updates of all parameters are the same, also in runs that resume.
+    """Losses and updates of all parameters are the same, also in runs that resume.
 
-    In a state that was converted for other ranks, each group must count its own steps.
+    After a state is converted for another number of ranks, each group must count its steps separately.
     """
     case, result = CASES[name], sharded["stages"][name]
     expected = train_plain(case)
     bound = MUON if name.startswith("muon") else EXACT
     if name.endswith("bf16"):
-        bound = 0.5 if name.startswith("narrow") else 0.25  # of the update of a few steps
+        bound = 0.5 if name.startswith("narrow") else 0.25  # relative to the update of a few steps
     assert result["losses"] == pytest.approx(expected["losses"], rel=bound / 5)
     for key, parameter in build_model(case).named_parameters():
         updates = [tensors[key] - parameter.detach() for tensors in (result, expected)]
         assert relative_error(*updates) < bound, key
     if case.objective == "mle":
-        # matrices of two layers, embedding and head, gains of five norms
+        # counts of the matrices of two layers, of embedding and head, and of the gains of five norms
         assert result["groups"] == ([14, 2, 5] if name.startswith("muon") else [16, 5])
     second_half = result["losses"][STEPS // 2 :].tolist()
     if "resumed" in result:
@@ -72,7 +72,7 @@ def test_every_stage_trains_as_one_process(sharded: Results, name: str) -> None:
 
 
 def test_all_layers_share_one_compiled_graph(sharded: Results) -> None:
-    """ZeRO-3 releases their weights between the steps."""
+    """The layers share a graph although ZeRO-3 releases their weights between steps."""
     assert sharded["stages"]["compiled-3"]["graphs"] == 1
 
 
@@ -81,7 +81,7 @@ def test_the_probe_works_on_partitioned_weights(sharded: Results) -> None:
 
 
 def test_zero2_communicates_as_the_plan_assumes(sharded: Results) -> None:
-    """Every pass reduces the whole gradient, to all ranks or only to its owner."""
+    """ZeRO-2 reduces the complete gradient in every pass, to all ranks or only to its owner."""
     sent = sharded["traffic"]
     assert sent["zero2"] == sent["zero2-float32"] == {"all_reduce": PASSES * PARAMETERS}
     assert sent["zero2-root"] == {"reduce": PASSES * PARAMETERS}

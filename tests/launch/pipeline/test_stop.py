@@ -1,4 +1,4 @@
-"""Stop requests reach a rank in every phase, and the supervisor's exit code follows its ranks."""
+"""Stop requests reach a rank in every phase, and the supervisor's exit code depends on its ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.launching import ENVIRONMENT, PIPED, wait_for
 
 DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED
 
-# A rank in a phase. The main thread is inside one call, as in a collective. The last step takes some seconds.
+# Simulates a rank in a phase. Its last step takes some seconds in one call, like a collective.
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -52,7 +52,7 @@ time.sleep(float(seconds))
 watch.report_exit(75)
 sys.exit(75)
 """
-# Stands in for the `deepspeed` command and its launch.py: two ranks, signals are not passed on.
+# Stands in for the `deepspeed` command and its launch.py. It starts two ranks and forwards no signals.
 DEEPSPEED = f"""#!{sys.executable}
 import os, subprocess, sys
 command = [sys.executable, *(arg for arg in sys.argv[1:] if not arg.startswith("--"))]
@@ -63,14 +63,14 @@ started = [subprocess.Popen(command, env=os.environ | {{"RANK": str(rank)}}) for
 codes = [process.wait() for process in started]
 sys.exit(max(code & 255 for code in codes))
 """
-# Stands in for torchrun, which passes a signal on.
+# Stands in for torchrun, which forwards SIGTERM to its rank.
 TORCHRUN = """
 import signal, subprocess, sys
 rank = subprocess.Popen([sys.executable, *sys.argv[sys.argv.index("--") + 1:]])
 signal.signal(signal.SIGTERM, lambda *_: rank.terminate())
 sys.exit(rank.wait())
 """
-# Stands in for launch.py: starts a rank and waits.
+# Stands in for launch.py, which starts a rank and waits.
 LAUNCHER = """
 import subprocess, sys
 sys.exit(subprocess.run(sys.argv[sys.argv.index("--") + 1:]).returncode)
@@ -79,7 +79,7 @@ sys.exit(subprocess.run(sys.argv[sys.argv.index("--") + 1:]).returncode)
 
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The script of a rank, next to the launchers."""
+    """Write the scripts of a rank and its launchers, and return the rank's script."""
     scripts = {"deepspeed": DEEPSPEED, "torchrun": TORCHRUN, "launcher.py": LAUNCHER, "rank.py": RANK}
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)
@@ -106,7 +106,7 @@ def start(*command: str | Path, ranks: int = 1) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("phase", ["starting", "training"])
 def test_a_signal_requests_a_stop(rank: Path, phase: str, number: signal.Signals) -> None:
-    """A rank that is still starting exits at once."""
+    """A training rank reports the signal, and a rank that is still starting exits at once."""
     process = start(rank, phase, "0")
     process.send_signal(number)
     output = process.communicate(timeout=20)[0]
@@ -132,7 +132,7 @@ def test_the_death_of_the_launcher_is_noticed_in_every_phase(
 def test_a_rank_kills_its_launcher_to_finish_a_long_step(
     rank: Path, restarts: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not a torchrun that restarts ranks."""
+    """A torchrun that restarts ranks is not killed."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     process = start(rank.parent / "torchrun", "--shutdown-timeout=2", "--", rank, "training", "2.5")
     process.terminate()
@@ -164,10 +164,10 @@ def test_a_time_limit_and_a_file_request_a_stop(tmp_path: Path) -> None:
         (0, [None, None], False, FAILURE),  # launch.py and the ranks were killed
         (0, [STOPPED, STOPPED], False, STOPPED),  # launch.py was killed, and the ranks saved
         (-9, [STOPPED, STOPPED], True, STOPPED),
-        (1, [DONE, DONE], False, FAILURE),  # a rank on another host
+        (1, [DONE, DONE], False, FAILURE),  # a rank on another host failed
         (247, [FAILURE, None], False, FAILURE),
         (1, [MISTAKE, None], False, MISTAKE),  # NCCL aborted the other rank
-        (2, [FAILURE, None], False, MISTAKE),  # of a rank on another host
+        (2, [FAILURE, None], False, MISTAKE),  # a rank on another host made a mistake
         (2, [], False, MISTAKE),  # an unknown option of deepspeed
         (-15, [], True, STOPPED),
         (0, [], False, FAILURE),  # launch.py was killed before a rank had started
@@ -182,7 +182,7 @@ def test_the_exit_code_of_a_run_follows_its_ranks(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
 def test_the_supervisor_waits_for_all_ranks(rank: Path, number: signal.Signals) -> None:
-    """After Ctrl-C, which a terminal sends to the whole group, or if the launcher is killed."""
+    """It waits after Ctrl-C, which signals the whole process group, and after its launcher is killed."""
     process = start("launch/supervise.py", rank, "training", "1", ranks=2)
     launcher = int(subprocess.check_output(["pgrep", "-P", str(process.pid)]))
     start_time = time.monotonic()
@@ -192,7 +192,7 @@ def test_the_supervisor_waits_for_all_ranks(rank: Path, number: signal.Signals) 
 
 
 def test_a_supervisor_is_known_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line of `emo train` does not name supervise.py."""
+    """Its process id identifies it, because the command line of `emo train` does not name supervise.py."""
     monkeypatch.setenv(SUPERVISOR, "7")
     monkeypatch.setattr(stop, "_is_deepspeed", lambda pid: True)
     assert not stop._is_orphan([9, 8, 7])
@@ -230,13 +230,13 @@ def test_the_output_of_a_launcher_that_fails_is_shown(rank: Path) -> None:
     ("argument", "code"), [("--help", DONE), ("nowhere.yaml", MISTAKE), ("--x", MISTAKE)]
 )
 def test_help_and_mistakes_do_not_start_the_launcher(argument: str, code: ExitCode) -> None:
-    """There is no `deepspeed` on the path."""
+    """The supervisor answers although there is no `deepspeed` on the path."""
     done = supervise("launch/continual.sh", argument, PATH="")
     assert done.returncode == code and "is not installed" not in done.stderr, done.stderr
 
 
 def test_a_signal_while_rank_0_imports_its_modules_stops_it_cleanly() -> None:
-    """The thread that shows the start must not receive the signal, which would kill the rank."""
+    """The thread that shows the start must not receive the signal, because it would kill the rank."""
     command = [sys.executable, "-m", "emo.launch.rank", "nowhere.yaml"]
     rank = subprocess.Popen(command, cwd=REPO, env=ENVIRONMENT | {"RANK": "0"}, **PIPED)
     tasks = Path(f"/proc/{rank.pid}/task")

@@ -1,4 +1,4 @@
-"""A teacher in the recipe: a model, the model before training, or stored scores."""
+"""Runs whose teacher is a separate model, the model before training, or stored scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANCHOR = 'objective={"sum": [{"name": "mle"}, {"name": "kl", "teacher": "base", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe on prepared data, the model that it starts from, and a teacher with padded entries."""
+    """Return a directory with a recipe, its data and start model, and a teacher with a padded vocabulary."""
     directory = tmp_path_factory.mktemp("teacher")
     recipe = launching.tiny_recipe(directory, max_steps=4, save_steps=2, logging_steps=1)
     tree = yaml.safe_load(recipe.read_text())
@@ -77,7 +77,7 @@ def test_an_anchor_starts_at_zero_and_limits_the_divergence(
 def test_a_partitioned_teacher_gives_the_same_losses_also_after_a_kill(
     folder: Path, anchored: list[dict[str, Any]]
 ) -> None:
-    """Under ZeRO-3 on two ranks."""
+    """A killed and resumed run on two ranks under ZeRO-3 has the losses of one rank under ZeRO-1."""
     options = (str(folder / "recipe.yaml"), f"output_dir={folder / 'sharded'}", ANCHOR)
     launching.kill_ranks(folder / "sharded", 2, "launch/continual.sh", *options)
     done = launching.run_ranks("launch/continual.sh", *options)
@@ -88,7 +88,7 @@ def test_a_partitioned_teacher_gives_the_same_losses_also_after_a_kill(
 
 
 def test_on_policy_batches_do_not_depend_on_ranks_or_a_kill(folder: Path) -> None:
-    """One rank and two under ZeRO-3, killed and resumed, write the same texts with the same loss."""
+    """Two ranks under ZeRO-3, killed and resumed, write as many tokens as one rank, with the same loss."""
     teacher = json.dumps({"model": str(folder / "teacher"), "temperature": 2.0})
     objective = f'{{"sum": [{{"name": "mle"}}, {{"name": "jsd", "teacher": {teacher}}}]'
     written = f'objective={objective}, "on_policy": {{"share": 0.5, "tokens": 12}}}}'
@@ -107,7 +107,7 @@ def test_on_policy_batches_do_not_depend_on_ranks_or_a_kill(folder: Path) -> Non
 
 
 def test_a_model_without_its_adapters_is_its_teacher(folder: Path) -> None:
-    """One rank with a copy of the base model gives the same as two ranks without."""
+    """Two ranks whose teacher is the base under the adapters match one rank with a copy of the base."""
     lora = 'model.lora={"r": 4, "dropout": 0}'
     copy = json.dumps({"name": "kl", "teacher": {"model": str(folder / "model")}})
     expected = train_alone(folder, "copy", lora, f'objective={{"sum": [{{"name": "mle"}}, {copy}]}}')
@@ -121,7 +121,7 @@ def test_a_model_without_its_adapters_is_its_teacher(folder: Path) -> None:
 
 
 def test_stored_scores_approximate_the_live_teacher(folder: Path) -> None:
-    """Their divergence is below the live one and approaches it with more entries."""
+    """The divergence from stored scores is too low, and approaches the live one with more entries."""
     teacher = str(folder / "teacher")
     live = f'objective={{"name": "kl", "teacher": {{"model": "{teacher}"}}}}'
     want = train_alone(folder, "live", live, "train.max_steps=1")[0]["divergence"]
@@ -189,7 +189,7 @@ def test_a_run_does_not_resume_with_another_teacher(folder: Path) -> None:
 
 
 def test_fuse_causal_lm_equals_dense_logits_with_a_teacher() -> None:
-    """The teacher's weights get no gradients."""
+    """The fused loss and gradient equal dense KL, and the teacher's weights get no gradients."""
     torch.manual_seed(0)
     student, teacher = family("llama"), family("gpt2")
     entries = min(m.config.vocab_size for m in (student, teacher))
@@ -221,7 +221,7 @@ def test_fuse_causal_lm_equals_dense_logits_with_a_teacher() -> None:
 
 
 def test_the_plan_includes_a_teacher() -> None:
-    """Its weights, copied or partitioned, and a forward pass: a third of the computation of training."""
+    """The plan adds the teacher's weights, copied or partitioned, and a third of the time for its forward."""
     sizes = footprint.Sizes(
         6_738_415_616, 6_738_415_616, 6_476_267_520, 32, 4096, 11008, 4096, True, 32000, 291
     )
@@ -240,7 +240,7 @@ def test_the_plan_includes_a_teacher() -> None:
     times = [footprint.step_time(sizes, setup, gpu) for setup in (plain, with_teacher)]
     trained = times[0].matrices + times[0].attention + times[0].elementwise + times[0].head
     assert times[0].teacher == 0 and times[1].teacher == pytest.approx(trained / 3, rel=0.05)
-    for stage, share in ((2, 1), (3, 2)):  # an average in float32, next to the teacher's weights
+    for stage, share in ((2, 1), (3, 2)):  # the average is float32, and adapters also need a copy
         averaged = dataclasses.replace(with_teacher, stage=stage, ranks=2, averaged=True)
         for copied, width in ((True, 4), (False, 6)):
             pair = [dataclasses.replace(averaged, copied=copied, averaged=on) for on in (True, False)]

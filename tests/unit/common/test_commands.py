@@ -57,7 +57,7 @@ def test_emo_lists_its_commands_and_tasks(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_missing_packages_are_reported_in_one_line() -> None:
-    command = [sys.executable, "-S", "-m", "emo", "--version"]  # -S: no site-packages
+    command = [sys.executable, "-S", "-m", "emo", "--version"]  # -S hides site-packages
     done = subprocess.run(command, env={"PATH": os.environ["PATH"]}, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
 
@@ -71,8 +71,8 @@ def test_missing_packages_are_reported_in_one_line() -> None:
         (OSError(errno.ESTALE, "Stale file handle"), 1),
         (OSError("nobody knows"), 1),
         (PermissionError(errno.EACCES, "Permission denied"), 2),
-        (FileNotFoundError("not in the cache, and the hub cannot be reached"), 2),  # without a number
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),  # of a connection: the output is still read
+        (FileNotFoundError("not in the cache, and the hub cannot be reached"), 2),  # has no errno
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),  # of a connection, while the output is read
         (KeyboardInterrupt(), 130),
     ],
     ids=lambda value: type(value).__name__,
@@ -143,7 +143,7 @@ def test_models_that_cannot_be_reached_are_explained(error: OSError) -> None:
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Path) -> None:
-    """And no file that it opens gets their numbers."""
+    """A file that the command opens does not get the descriptor of a closed stream."""
     program = "import sys; from emo.common.errors import exit_code_of; "
     program += "sys.exit(exit_code_of(lambda: print('said') or int(open('file', 'w').fileno() < 3)))"
     command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
@@ -175,9 +175,8 @@ def test_a_signal_during_imports_stops_the_command() -> None:
 RICH = "__import__('emo.common.cli.progress').common.cli.progress.make_console().print('x')"
 
 
-@pytest.mark.parametrize(
-    "printing", ["print('x')", "print('x' * 10**6)", RICH]
-)  # fails at the end, or at once
+# Printing fails when the process exits, or at once.
+@pytest.mark.parametrize("printing", ["print('x')", "print('x' * 10**6)", RICH])
 def test_a_closed_pipe_ends_the_command_quietly(printing: str) -> None:
     program = "import sys; from emo.common.errors import exit_code_of; "
     program += f"sys.exit(exit_code_of(lambda: {printing} or 0))"

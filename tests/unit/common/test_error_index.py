@@ -15,7 +15,7 @@ PACKAGES = ("common", "data_prep", "pipeline", "eval", "launch", "experiments", 
 
 
 def codes() -> set[str]:
-    """Return the codes of all errors, and the beginnings of those that are completed at run time."""
+    """Return the codes of all errors, and the prefixes of codes that are completed at run time."""
     found: set[str] = set()
     files = [path for package in PACKAGES for path in (REPO / package).rglob("*.py")]
     for path in {path.resolve() for path in files}:
@@ -25,7 +25,7 @@ def codes() -> set[str]:
             if isinstance(node, ast.keyword) and node.arg == "code":
                 constants = [part for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
                 found |= {part.value for part in constants if isinstance(part.value, str)}
-    return found - {"options"}  # of a usage line
+    return found - {"options"}  # part of a usage line
 
 
 def test_every_code_is_explained_and_used() -> None:

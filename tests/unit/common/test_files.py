@@ -29,7 +29,7 @@ def put(path: Path) -> Path:
 
 
 def failing(code: int) -> Callable[..., None]:
-    """A system call that always fails with `code`."""
+    """Return a system call that always fails with `code`."""
 
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -39,7 +39,7 @@ def failing(code: int) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without locks."""
+    """Simulate a file system without locks."""
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     monkeypatch.setattr(fcntl, "lockf", failing(errno.ENOLCK))
 
@@ -102,7 +102,7 @@ def test_a_directory_is_claimed_once_and_only_if_empty(tmp_path: Path) -> None:
 
 
 def until(condition: Callable[[], object]) -> float:
-    """Wait until a condition holds; return how long it took."""
+    """Wait until a condition holds, and return the seconds that it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < 20
@@ -183,6 +183,7 @@ def test_part_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
         other.join()
         assert files.remove_abandoned(tmp_path) == 1
     assert (tmp_path / "b").is_file() and not (tmp_path / "a").exists()
-    old, new = (put(tmp_path / f".{name}.0.0badc0de-1-2{files.PART}") for name in "cd")  # of another machine
+    # Files of another machine are removed when they are old.
+    old, new = (put(tmp_path / f".{name}.0.0badc0de-1-2{files.PART}") for name in "cd")
     os.utime(old, (0, 0))
     assert files.remove_abandoned(tmp_path) == 1 and new.exists()

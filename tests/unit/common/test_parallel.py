@@ -1,4 +1,4 @@
-"""Worker processes: order, bounded memory, errors, and sudden death."""
+"""Worker processes keep order and bounded memory, and report errors and killed workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import REPO
 
 
 def adding(amount: int) -> Callable[[int], tuple[int, int]]:
-    """Make a function that returns the sum of an item and an amount, and its process."""
+    """Return a function that returns the sum of an item and `amount`, and its process id."""
 
     def add(item: int) -> tuple[int, int]:
         if item < 0:
@@ -30,7 +30,7 @@ def adding(amount: int) -> Callable[[int], tuple[int, int]]:
 
 
 def dying() -> Callable[[float], bytes]:
-    """Make a function that kills its process after some seconds while it returns a large result."""
+    """Return a function that kills its process after some seconds while it returns a large result."""
 
     def answer(seconds: float) -> bytes:
         if seconds >= 0:

@@ -1,4 +1,4 @@
-"""Recipes are read, or rejected quickly in one line."""
+"""Recipes are read, or quickly rejected with one line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_invalid_recipes_are_rejected_quickly_in_one_line(
 
 
 def test_yaml_features_are_supported(tmp_path: Path) -> None:
-    """Anchors, merges, a byte order mark, exponents without a point."""
+    """Recipes may use anchors, merges, a byte order mark, and exponents without a decimal point."""
     text = (
         "data: { dir: d, tokenizer: t, sources: [&s {files: a.txt, weight: 2}, {<<: *s, files: b.txt}] }\n"
         "output_dir: runs/x\nmodel: { architecture: { model_type: llama } }\ntrain: "
@@ -97,7 +97,7 @@ def test_a_misspelt_key_in_a_list_gets_a_suggestion(tmp_path: Path) -> None:
         load(tmp_path, GOOD.replace("files", "fiels"))
 
 
-TYPOS = {  # by section: misspelt key and suggestion
+TYPOS = {  # misspelt keys and their suggestions, by section
     "train": {
         "learing_rate": "learning_rate", "global_batchsize": "global_batch_size",
         "micro_batch": "micro_batch_size", "max_stpes": "max_steps", "num_train_epoch": "num_train_epochs",
@@ -112,7 +112,7 @@ TYPOS = {  # by section: misspelt key and suggestion
 
 
 def test_prepare_reports_all_errors_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """This includes sections that it does not use, and happens before it reads data."""
+    """`emo prepare` reports errors in all sections, also unused ones, before it reads data."""
     path = tmp_path / "recipe.yaml"
     path.write_text(GOOD)
     wrong = [f"{section}.{key}=1" for section, keys in TYPOS.items() for key in keys]
@@ -194,7 +194,7 @@ def test_conflicts_between_keys_are_reported_next_to_invalid_values(tmp_path: Pa
 
 
 def test_objectives_are_known_before_pytorch_is_loaded() -> None:
-    """Names and options from the source equal those of the functions."""
+    """Names and options parsed from the source equal the names and options of the functions."""
     written = parse_objectives(REPO / "pipeline/loss")
     functions = {**BUILT_IN, **DIVERGENCES}
     assert written.keys() == functions.keys()

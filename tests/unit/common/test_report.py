@@ -1,4 +1,4 @@
-"""Reports: escaping, formats, figures and output paths."""
+"""Reports escape text, agree in all formats, draw curves, and are written to the chosen path."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_html_and_markdown_have_the_same_numbers_and_begin_with_the_answer() -> 
 
 
 def test_curves_keep_spikes_and_series_differ_by_more_than_colour() -> None:
-    """Many points are reduced to a few hundred, with a band up to the maximum."""
+    """Many points are reduced to a few hundred, with a band that reaches the maximum."""
     points = [(float(i), 6.0 if i % 9000 == 7 else 1.0) for i in range(100_000)]
     image = figure.svg(Curves("loss", [Curve(0, points)]), "f", True)
     assert len(image) < 60_000 and "fill-opacity" in image and ">6</text>" in image

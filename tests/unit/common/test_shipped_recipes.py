@@ -23,12 +23,12 @@ FIGURES = re.compile(r"^# On (\d+) x (\S+): (\d+) GiB per GPU, ([\d.]+) hours pe
 
 
 def commands(recipe: Path) -> list[str]:
-    """Return the commands in the header, without remarks in brackets."""
+    """Return the commands in a recipe's header, without remarks in parentheses."""
     lines = re.findall(r"^#\s*((?:emo|deepspeed) .*)$", recipe.read_text(encoding="utf-8"), re.M)
     return [re.sub(r"\s+\(.*\)$", "", line.strip()) for line in lines]
 
 
-# The others need the export of quickstart-pretrain (tests/launch/pipeline/test_job_files.py), or a sweep.
+# Other recipes need a sweep, or the export of quickstart-pretrain (tests/launch/pipeline/test_job_files.py).
 ALONE = [
     recipe
     for recipe in RECIPES
@@ -41,7 +41,7 @@ ALONE = [
 def test_the_commands_in_a_header_can_be_run(
     recipe: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line has all needed overrides."""
+    """Each command has all overrides that its recipe needs."""
     monkeypatch.chdir(REPO)
     for line in commands(recipe):
         if needs_files := "=DIR" in line:

@@ -1,4 +1,4 @@
-"""Untrusted files are read within limits and run no code. Texts are escaped, and secrets removed."""
+"""Untrusted files are read within limits and run no code. Texts are escaped, and secrets are removed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Harmful:
 
 
 def test_pickles_with_more_than_tensors_are_not_loaded(tmp_path: Path) -> None:
-    """`.bin` files are read with weights_only."""
+    """`.bin` files are read with weights_only, so they cannot run code."""
     directory = model(tmp_path / "m")
     weights = LlamaForCausalLM(LlamaConfig.from_pretrained(directory)).state_dict()
     torch.save(weights, directory / "pytorch_model.bin")
@@ -87,7 +87,7 @@ def test_pickles_with_more_than_tensors_are_not_loaded(tmp_path: Path) -> None:
 
 
 def test_control_characters_are_escaped() -> None:
-    """Escape sequences, returns, surrogates and direction marks."""
+    """Escape sequences, carriage returns, surrogates and direction marks are not printed."""
     text = "\x1b[2J \x1b]0;owned\a a\rb \x9b31m \u202egpj.exe \u2066x\u2069 \u2028 \ud800 \x7f"
     for rendering in (
         printable(text),

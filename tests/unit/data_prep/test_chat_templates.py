@@ -1,4 +1,4 @@
-"""Chat templates of current models: examples, what is learned or left out, and which rows are the same."""
+"""Chat templates of current models give correct examples and losses, and omitted fields are reported."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_a_template_without_tools_is_reported() -> None:
 
 
 def learned(writer: ChatWriter, row: dict[str, Any]) -> list[str]:
-    """What is supervised of a row."""
+    """Return the supervised texts of a row."""
     examples = writer.examples(read_chat(row))
     return [text[a.start + a.masked : a.stop] for text, answers in examples for a in answers]
 
 
 def chats(config: DataConfig) -> list[tuple[str, str]]:
-    """All examples of the training data as text, and what is supervised of them."""
+    """Return all training examples as text, each with its supervised text."""
     backend = Tokenizer.from_file(str(config.dir / "tokenizer/tokenizer.json"))
     texts = []
     for ids, labels in segments(train_set(config)):
@@ -84,7 +84,7 @@ def options(text: str, **more: Any) -> dict[str, Any]:
 @needs_trl
 @pytest.mark.parametrize("name", FAMILIES)
 def test_examples_are_prompts_of_generation_and_answers(name: str) -> None:
-    """An independent account renders every prompt; `make template-test` does so for all templates."""
+    """An independent implementation renders every prompt. `make template-test` checks all templates."""
     outcomes = {}
     for kind in KINDS:
         outcome, why = compare(name, messages_of(2, kind))
@@ -96,7 +96,7 @@ def test_examples_are_prompts_of_generation_and_answers(name: str) -> None:
 @needs_trl
 @pytest.mark.parametrize("name", ["qwen3", "lfm2_2_5", "gptoss"])
 def test_signs_give_the_same_examples_as_rendering_every_prompt(name: str) -> None:
-    """One writer that remembers what it saw, for chats of many shapes."""
+    """A writer that remembers earlier chats agrees with exact rendering for chats of many shapes."""
     rng = random.Random(1)
     writer = ChatWriter(read_template(stand_in(name)[1], name))
     for _ in range(25):
@@ -139,7 +139,7 @@ def test_long_chats_are_rendered_as_often_as_short_ones(monkeypatch: pytest.Monk
 
 
 def test_rewritten_history_gives_one_example_per_answer(tmp_path: Path) -> None:
-    """Of one source document, so that intervals take them together."""
+    """The examples belong to one source document, so that confidence intervals group them."""
     rows = [
         talk(("user", f"q{i}"), ("assistant", f"a{i}"), ("user", "r"), ("assistant", "b")) for i in range(30)
     ]
@@ -171,7 +171,7 @@ def test_loss_on_reasoning_follows_data_reasoning(reasoning: str, empty: str, fu
     assert learned(writer, talk(("user", "q"), ("assistant", "Hi"), reasoning_content="hm")) == [full]
     inside = writer_of(CHATML, reasoning=reasoning)
     assert learned(inside, talk(("user", "q"), ("assistant", "<think>\nhm\n</think>\n\nHi"))) == [full]
-    # The prompt opens the thinking: only its end is written.
+    # If the prompt opens the thinking, the answer has only its end.
     opens = CHATML.replace("{{ m.content }}", thoughts + "{{ m.content }}").replace(
         "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
     )
@@ -223,14 +223,14 @@ def test_rows_with_fields_left_out_are_counted_or_rejected(tmp_path: Path) -> No
     prepared(tmp_path, **options(CHATML, reasoning="drop", dir=str(tmp_path / "dropped")))
     for row in rows:
         row["messages"][-1].pop("thinking", None)
-        row["messages"][0] |= {"timestamp": "noon", "name": "Ann"}  # which nobody expects to be written
+        row["messages"][0] |= {"timestamp": "noon", "name": "Ann"}  # templates need not write these
     write_jsonl(tmp_path / "a.jsonl", rows)
     told = run(data_config(tmp_path, **options(CHATML, dir=str(tmp_path / "named"))))
     assert any("left out by the template: name in 10 rows, timestamp in 10 rows" in line for line in told)
 
 
 def test_chats_are_compared_by_their_written_text(tmp_path: Path) -> None:
-    """Other ids and keys that reach no token do not make another row, which could be held out."""
+    """Rows that differ only in ids and keys without tokens are duplicates, so that none is held out."""
     rows = []
     for i in range(100):
         row = messages_of(1, "tools")
@@ -246,7 +246,7 @@ def test_chats_are_compared_by_their_written_text(tmp_path: Path) -> None:
 
 
 def test_a_table_gives_the_same_tokens_as_json_lines(tmp_path: Path) -> None:
-    """Storage gives all calls the keys of all others, as null; an Arrow map is an object."""
+    """Tables add the keys of all calls to each call as null, which are ignored. An Arrow map is an object."""
     arguments: list[dict[str, Any]] = [{"town": "Oslo"}, {"a": "x", "b": 2.5}, {"deep": {"c": "d"}}]
     rows = []
     for i in range(12):
@@ -326,7 +326,7 @@ def test_template_variables_reach_the_template_and_the_settings(tmp_path: Path) 
 
 
 def test_turns_that_end_with_the_next_role_token_are_learned(tmp_path: Path) -> None:
-    """As GLM's: the token that begins the next turn ends an answer, also the last one."""
+    """As in GLM's template, the token that begins the next turn ends each answer, also the last one."""
     template = (
         "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}"
         "{% endfor %}"
@@ -359,7 +359,7 @@ ADDING = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 @pytest.mark.parametrize("content", [None, ...])
 def test_the_form_of_calls_does_not_depend_on_earlier_rows(content: Any) -> None:
-    """The template adds to the content of a call. Its arguments are objects, whether or not that is null."""
+    """The arguments of a call stay objects, whether its content is empty, null or missing."""
     writer = writer_of(ADDING)
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"town": "Oslo"}}}]}
     other = call | ({} if content is ... else {"content": content})

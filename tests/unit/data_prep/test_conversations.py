@@ -1,4 +1,4 @@
-"""Conversations from a file to labels: columns, roles, marks, chat templates, and what `sniff` proposes."""
+"""Columns, roles, marks and templates turn conversations into labels, and `sniff` proposes recipes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.helpers.refusals import refused
 
 
 def rendered(chat: Chat, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
-    """The only example of a chat: its text, and where its answers are."""
+    """Return the text of a chat's only example, and the spans of its answers."""
     ((text, answers),) = ChatWriter(template).examples(chat)
     return text, [(answer.start + answer.masked, answer.stop) for answer in answers]
 
@@ -66,7 +66,7 @@ def talk(*turns: tuple[str, Any]) -> dict[str, Any]:
 
 
 def marked(*marks: dict[str, Any], row: int = 0) -> dict[str, Any]:
-    """A chat with an answer for each of the marks."""
+    """Return a chat with one answer per mark."""
     turns = []
     for i, mark in enumerate(marks):
         turns += talk(("user", f"q{i} {row}"), ("assistant", f"a{i} {row}"))["messages"]
@@ -89,7 +89,7 @@ def talked(*exchanges: tuple[str, ...], system: str = "", unused: int = 0) -> Co
 
 
 def spoken(chat: Any) -> list[tuple[str, Any]]:
-    """The roles and contents of a chat's messages."""
+    """Return the roles and contents of a chat's messages."""
     assert isinstance(chat, Chat), chat
     return [(message["role"], message.get("content")) for message in json.loads(chat.messages)]
 
@@ -148,12 +148,12 @@ def test_null_arguments_are_removed() -> None:
     (called,) = json.loads(result.messages)[1]["tool_calls"]
     assert called["function"]["arguments"] == {"b": [None, {"d": 0}]}
     assert json.loads(result.tools) == [{"name": "f", "parameters": {"enum": ["a", None]}}]
-    text = json.dumps(tools)  # which no storage changes
+    text = json.dumps(tools)  # storage does not change text
     assert json.loads(read(row | {"tools": text}, chat=True).tools) == tools
 
 
 def test_a_prompt_and_its_completion_may_be_messages() -> None:
-    """As TRL has them: only the completion is learned."""
+    """In this format of TRL only the completion is supervised."""
     row = {
         "prompt": [*talk(("user", "q"), ("assistant", "a"), ("user", "r"))["messages"]],
         "completion": [ANSWER],
@@ -174,8 +174,8 @@ def test_a_prompt_and_its_completion_may_be_messages() -> None:
             )
         ),
         *((marked({}, mark), "wrong_type") for mark in ({"weight": -1}, {"loss_mask": 1}, {"mask": "User"})),
-        ({"messages": [USER | {"train": True}, ANSWER]}, "wrong_type"),  # it is never trained on
-        ({**PAIR, "output": "", "answer": "B"}, "empty_response"),  # an empty column is not passed over
+        ({"messages": [USER | {"train": True}, ANSWER]}, "wrong_type"),  # users are never trained on
+        ({**PAIR, "output": "", "answer": "B"}, "empty_response"),  # an empty column is not skipped
         ({"messages": [], **PAIR}, "bad_roles"),
         (talk(("assistant", "a"), ("user", "b")), "bad_roles"),
         (talk(("user", "q"), ("tool", "r"), ("assistant", "a")), "bad_roles"),
@@ -191,7 +191,7 @@ def test_a_row_with_unsupported_messages_is_rejected(row: Any, reason: str) -> N
 
 
 def test_proposed_columns_can_be_read() -> None:
-    """Never an answer that was rejected; what is named wins over messages that are there as well."""
+    """No rejected answer is proposed. Named columns take precedence over messages in the same row."""
     for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
         assert read(row, **guess_columns(row, "instruct")) == talked(("q", "a"))
     assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
@@ -249,7 +249,7 @@ def test_tools_calls_and_developers_reach_a_chat_template() -> None:
     text, spans = rendered(result, template)
     assert text.startswith('{"name": "f"}\n<|im_start|>system\nd<|im_end|>')
     call_text, answer = (text[a:b] for a, b in spans)
-    assert call_text.count("<|im_end|>") == 2 and answer == "a<|im_end|>"  # text of the call, and its end
+    assert call_text.count("<|im_end|>") == 2 and answer == "a<|im_end|>"  # in the text, and at the end
     other = template._replace(text=template.text + "{# knows developer #}")
     assert "<|im_start|>developer" in rendered(result, other)[0]
     assert read({**row, "tools": "none"}, chat=True).reason == read(row).reason == "wrong_type"
@@ -261,7 +261,7 @@ SYSTEM = Chat(json.dumps([{"role": "system", "content": "be brief"}, *json.loads
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED])
 def test_prompts_have_the_ids_of_generation(template: str) -> None:
-    """An independent account: transformers' apply_chat_template, on the original tokenizer."""
+    """The ids agree with apply_chat_template of transformers on the original tokenizer."""
     saved = tokenizer_with(template)
     reference = AutoTokenizer.from_pretrained(saved.parent)
     messages = json.loads(PLAIN.messages)
@@ -271,7 +271,7 @@ def test_prompts_have_the_ids_of_generation(template: str) -> None:
     assert ids[: spans[0][0]] == first
     whole = reference.apply_chat_template(messages)["input_ids"][: len(ids)]
     assert reference.decode(ids) == reference.decode(whole)
-    if template is not LLAMA:  # there a space of the answer's first word is a token by itself
+    if template is not LLAMA:  # there the space before an answer is a separate token
         assert ids == whole
         assert [decoded(saved, ids[a:b]) for a, b, _ in spans] == ["a0 0<|im_end|>", "a1 0<|im_end|>"]
 
@@ -286,7 +286,7 @@ CONTENT = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3), st.sampled_from([CHATML, MARKED]))
 def test_special_tokens_in_messages_never_end_a_turn(turns: list[tuple[str, str]], template: str) -> None:
-    """Special tokens in messages are text: as many turns begin and end as there are; answers come back."""
+    """Special tokens in messages are encoded as text, so they begin and end no turns."""
     saved = tokenizer_with(template)
     backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
     spoken_turns = (turn for q, a in turns for turn in (("user", q), ("assistant", a)))
@@ -339,7 +339,7 @@ def test_templates_in_a_configuration_are_kept(tmp_path: Path, template: str | l
 
 @pytest.mark.parametrize("template", ["chat", "chat_template"])
 def test_only_supervised_answers_have_spans(tmp_path: Path, template: str) -> None:
-    """From the file to labels: of two answers one, and its end. Another template is noticed if it is used."""
+    """Only the marked answer and its end have labels. A changed template is an error only if it is used."""
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(tokenizer_with(CHATML), tokenizer)
     rows = [marked({"weight": i % 2}, {"weight": 1 - i % 2}, row=i) for i in range(40)]
@@ -352,18 +352,18 @@ def test_only_supervised_answers_have_spans(tmp_path: Path, template: str) -> No
     learned = [decoded(tokenizer, [label for label in labels if label >= 0]) for _, labels in examples]
     assert sorted(learned) == sorted(answer for _, answer in answers)
     context = "".join(decoded(tokenizer, ids) for ids, _ in examples)
-    for i in range(40):  # what is said before an answer that is learned is its context
+    for i in range(40):  # messages before a supervised answer are its context
         assert f"a0 {i}" in context
         assert (f"a1 {i}<|im_end|>" in context) == (template == "chat" or i % 2 == 0)
     end = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).token_to_id("<|im_end|>")
-    assert train_set(config).manifest.answer_ends == [end]  # here that of the turns is EOS too
+    assert train_set(config).manifest.answer_ends == [end]  # here the end of a turn is also EOS
     tokenizer_config = tokenizer / "tokenizer_config.json"
     tokenizer_config.write_text(tokenizer_config.read_text().replace('"{% for m', '"Hello{% for m'))
     with refused("tokenizer-changed") if template == "chat_template" else contextlib.nullcontext():
         run(config)
 
 
-# what is written, and a line that the recipe must have
+# a function that writes the file, and a line that its recipe must have
 CSV = "".join(f'"{row["instruction"]}","{row["output"]}"\n' for row in alpaca_rows(80))
 BOOK = "\n\n".join("\n".join(text.split(". ")) for text in texts(90, sentences=8)) + "\n"
 SHARED = json.dumps([{"conversations": CHAT}] * 2 + [marked({}, {}, row=i) for i in range(60)])
@@ -380,7 +380,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_the_recipe_of_sniff_can_be_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """Sniff, paste, prepare, inspect: as a newcomer does it."""
+    """The printed recipe can be pasted into a file, prepared, verified and inspected."""
     write, expected = FILES[name]
     write(tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -397,7 +397,7 @@ def test_the_recipe_of_sniff_can_be_prepared(
 
 
 def sniffed(files: Path, tokenizer: Path | None = None) -> tuple[str, str]:
-    """Return output and recipe."""
+    """Return the output and the recipe of `sniff`."""
     sink = io.StringIO()
     recipe = sniff(str(files), tokenizer and str(tokenizer), Console(file=sink, width=100))
     return sink.getvalue(), recipe
@@ -464,7 +464,7 @@ def weighted_row(mark: dict[str, Any], i: int, **row: Any) -> dict[str, Any]:
 
 
 def text_by_weight(config: DataConfig, tokenizer: Path) -> set[tuple[tuple[str, float], ...]]:
-    """The stretches of equal weight of every example, as text."""
+    """Return every example as stretches of text with equal weight."""
     data, found = train_set(config), set()
     for row in range(len(data)):
         ids, labels, positions, weights = (column[0] for column in data.batch(np.array([row])).values())
@@ -482,7 +482,7 @@ def text_by_weight(config: DataConfig, tokenizer: Path) -> set[tuple[tuple[str, 
 def test_weights_reach_the_tokens_of_their_characters(
     tmp_path: Path, template: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights of rows, messages and parts are multiplied. The end of a turn has the weight of its message."""
+    """The weights of row, message and part are multiplied. The end of a turn has its message's weight."""
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(tokenizer_with(CHATML), tokenizer)
     rows = [weighted_row({"train_detail": DETAIL, "loss_scale": 2}, i, weight=0.5) for i in range(30)]
@@ -511,7 +511,7 @@ def test_weights_reach_the_tokens_of_their_characters(
 
 
 def test_reasoning_has_a_weight(tmp_path: Path) -> None:
-    """Of the thinking text alone, where the template writes it."""
+    """data.reasoning_weight applies only to the thinking text, where the template writes it."""
     tokenizer = tmp_path / "tokenizer"
     thinks = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}"
     shutil.copytree(tokenizer_with(CHATML.replace(SAYS, thinks + SAYS)), tokenizer)
@@ -581,7 +581,7 @@ def test_parts_that_a_template_changes_or_repeats_are_rejected() -> None:
 
 
 def test_a_cell_of_a_table_can_be_a_weight() -> None:
-    """A csv file has text only. An empty cell is no weight, and a document ignores the column."""
+    """A CSV cell may hold a weight as text. An empty cell sets none, and documents ignore the column."""
     weights = [read(PAIR | {"weight": cell}).weights for cell in ("0.5", " ", "1")]
     assert weights == [(AnswerWeights(0.5),), (), ()]
     assert list(parse([{"text": "a b c", "weight": "high"}], RowSpec("text", "auto", True, None, "none", 9)))
@@ -591,7 +591,7 @@ THINKS = "{{ '<think>\n' + m.reasoning_content + '\n</think>\n' if m.reasoning_c
 
 
 def weights_by_text(says: str, message: dict[str, Any], **settings: Any) -> list[tuple[str, float]]:
-    """The stretches of equal weight of a written answer."""
+    """Return a written answer as stretches of text with equal weight."""
     template = read_template(tokenizer_with(CHATML.replace(SAYS, says)), "t", **settings)
     row = {"messages": [USER, {"role": "assistant"} | message]}
     ((text, (answer,)),) = ChatWriter(template).examples(read(row, chat=True))

@@ -1,4 +1,4 @@
-"""From text to ids, masks and rows: tokenizers, loss on responses and EOS only, packing that loses none."""
+"""Tokenizers keep their ids, only responses and EOS have a loss, and packing accounts for all tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tests.helpers.refusals import refused
 
 
 def naive_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The textbook version."""
+    """Pack with the textbook algorithm."""
     bins: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         for members in bins:
@@ -81,7 +81,7 @@ def test_bins_equal_first_fit_decreasing(lengths: list[int], capacity: int) -> N
 def test_blocks_are_the_concatenated_documents_cut(
     documents: list[list[int]], block: int, splits: list[int]
 ) -> None:
-    """Whatever portions the documents arrive in."""
+    """The blocks do not depend on the portions in which documents arrive."""
     packer = BlockPacker(block)
     cuts = sorted({0, len(documents), *(s for s in splits if s < len(documents))})
     columns: dict[str, list[int]] = {}
@@ -107,7 +107,7 @@ def test_blocks_are_the_concatenated_documents_cut(
 
 
 def test_best_fit_cuts_only_documents_longer_than_a_row(tmp_path: Path) -> None:
-    """Without short documents, and with long ones in their own domain."""
+    """Short documents are dropped, and long documents are in a separate domain."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(9, 90, length).tolist() for length in rng.permutation(np.arange(4, 200))]
     write_jsonl(tmp_path / "a.jsonl", ({"ids": ids} for ids in documents))
@@ -175,7 +175,7 @@ def row_encoder(template: str = "alpaca", block: int = 10_000, overlong: str = "
 
 
 def sequences(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
-    """The ids of each sequence, and which of them are supervised."""
+    """Return the ids of each sequence, and a mask of the supervised ones."""
     ends = np.cumsum(encoded.lengths).tolist()
     results = []
     for length, end, spans in zip(encoded.lengths, ends, encoded.spans, strict=True):
@@ -187,7 +187,7 @@ def sequences(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
 @settings(max_examples=60, deadline=None)
 @given(DIALOGUES, st.sampled_from(["alpaca", "chat"]))
 def test_mask_matches_sentencepiece_offsets_of_responses(dialogue: Conversation, template: str) -> None:
-    """By sentencepiece itself. A line break joins with nothing: text behind one is encoded as continuing."""
+    """SentencePiece gives the same ids if a line break, which never merges, precedes each response."""
     original = sentencepiece_of(tiny_tokenizer() / "model")
     expected_ids, expected_mask = [original.bos_id()], [False]
     for text, start in render(dialogue, template):
@@ -239,7 +239,7 @@ def as_messages(dialogue: Conversation) -> dict[str, Any]:
 @settings(max_examples=8, deadline=None)
 @given(st.lists(DIALOGUES, min_size=1, max_size=12, unique_by=lambda d: json.dumps(as_messages(d))))
 def test_training_labels_equal_the_masks(dialogues: list[Conversation]) -> None:
-    """From messages in a file to shifted labels of packed rows: each example as if it stood alone."""
+    """Examples in packed rows, prepared from a file, have the same shifted labels as each example alone."""
     dialogues = [d._replace(exchanges=tuple(e._replace(input="") for e in d.exchanges)) for d in dialogues]
     with tempfile.TemporaryDirectory() as folder:
         write_jsonl(Path(folder) / "a.jsonl", map(as_messages, dialogues))
@@ -265,7 +265,7 @@ def test_alpaca_text_equals_the_published_prompt() -> None:
 
 
 def loss_and_gradients(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """The summed loss, and the gradients."""
+    """Return the summed loss and the gradients."""
     model.zero_grad()
     total = torch.zeros(())
     for batch in batches:
@@ -292,7 +292,7 @@ def test_packed_equals_unpacked(tmp_path: Path, kind: str) -> None:
 # --- tokenizers -------------------------------------------------------------------------------------------
 
 SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]
-# White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
+# All kinds of white space, characters that only Python treats as white space, and tokenizers' special cases.
 HARD = [*" \n\t\x1c\x1f\x85\xa0\u2003\u2028\u3000\u200b\ufeff▁é🙂", "  ", "\n\n", "\r\n", "▁▁", *SPECIALS]
 HARD += ["<0x0A>", "'s", "don't", "e\u0301", "river", "1,000"]
 PARTS = st.lists(st.one_of(st.sampled_from(HARD), st.text(max_size=5)), max_size=12)
@@ -306,13 +306,13 @@ def sentencepiece_of(directory: Path) -> Any:
 
 @cache
 def saved(original: Path) -> Path:
-    """The saved tokenizer of a published one."""
+    """Save a published tokenizer and return the directory."""
     save_tokenizer(original, None, directory := lasting_directory())
     return directory
 
 
 def real_texts(shared_data: Path) -> list[str]:
-    """Lines of WikiText (most begin with a space), web pages, Alpaca answers, and runs of spaces."""
+    """Return lines of WikiText (most begin with a space), web pages, Alpaca answers, and runs of spaces."""
     with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
         lines = stream.read().decode().split("\n")
     for name, column in (("lm/openwebtext-sample", "text"), ("instruct/alpaca_gpt4", "output")):
@@ -350,7 +350,7 @@ def test_gpt2_and_opt_ids_equal_the_published_ids(shared_data: Path) -> None:
 
 
 def test_weights_of_characters_reach_the_tokens_of_gpt2(shared_data: Path) -> None:
-    """A token belongs to the part with its first character, also if a character has several tokens."""
+    """A token has the weight of the part with its first character, even if a character has several tokens."""
     directory = saved(shared_data / "tokenizers/gpt2")
     text, start, stop = "Say it: naïveté 🙂🙃 wins, twice.", 10, 17
     weights = AnswerWeights(1.0, (Part(0, start, 2.0), Part(start, stop, 5.0), Part(stop, len(text), 0.5)))
@@ -361,7 +361,7 @@ def test_weights_of_characters_reach_the_tokens_of_gpt2(shared_data: Path) -> No
     backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
     (before, _, high), (_, _, higher), (_, end, low), last = spans
     assert (high, higher, low, last[2]) == (2.0, 5.0, 0.5, 1.0) and last[1] - last[0] == 1
-    sizes = [len(backend.id_to_token(i)) for i in encoded.ids[before:end].tolist()]  # a character for a byte
+    sizes = [len(backend.id_to_token(i)) for i in encoded.ids[before:end].tolist()]  # one character per byte
     firsts = np.cumsum([0, *sizes[:-1]]).tolist()
     characters = [len(text.encode()[:byte].decode(errors="ignore")) for byte in firsts]
     want = [2.0 if c < start else 5.0 if c < stop else 0.5 for c in characters]
@@ -400,7 +400,7 @@ def test_an_impossible_vocabulary_size_is_an_error(tmp_path: Path) -> None:
 
 
 def test_an_invalid_tokenizer_is_an_error(tmp_path: Path) -> None:
-    """A huge id ended the process: the library makes room for all ids below it."""
+    """A huge id is an error, because the library would allocate memory for all ids below it."""
     whole = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
     model, added = whole["model"], whole["added_tokens"]
     for wrong in (
@@ -415,7 +415,7 @@ def test_an_invalid_tokenizer_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["model/tokenizer.model", "tokenizer.json"])
 def test_add_bos_token_false_removes_bos(tmp_path: Path, form: str) -> None:
-    """add_bos_token: false, as LLaMA's kind of tokenizer_config.json has it."""
+    """A tokenizer_config.json like LLaMA's may set add_bos_token to false."""
     original = tmp_path / "tokenizer"
     original.mkdir()
     shutil.copy(tiny_tokenizer() / form, original)
@@ -430,14 +430,14 @@ def test_add_bos_token_false_removes_bos(tmp_path: Path, form: str) -> None:
     auto.save_pretrained(tmp_path / "again")
     for tokenizer in (auto, *map(load_tokenizer, (copy, original, tmp_path / "again"))):
         assert tokenizer("a b").input_ids[0] != 1
-        assert tokenizer.bos_token == "<s>"  # a chat_template may write it
+        assert tokenizer.bos_token == "<s>"  # a chat_template may still write it
         assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
     assert not verify(config.dir)[1]
 
 
 @cache
 def byte_tokenizer() -> Path:
-    """A small saved tokenizer of GPT-2's kind."""
+    """Train and save a small byte-level tokenizer like GPT-2's, and return its directory."""
     directory = lasting_directory()
     backend = ByteLevelBPETokenizer()
     content = [*texts(200), " \n\n  \t'' don't \x1c!\n  "] * 2
@@ -450,7 +450,7 @@ def byte_tokenizer() -> Path:
 
 @cache
 def encoders(kind: str) -> tuple[TextEncoder, Tokenizer, Tokenizer]:
-    """By words, which it remembers over all examples, and by whole texts that begin or continue."""
+    """Return an encoder that caches words over all examples, and encoders of texts that begin or continue."""
     directory = {"sentencepiece": tiny_tokenizer, "bytes": byte_tokenizer}[kind]()
     return (
         TextEncoder(directory, np.dtype(np.uint16)),
@@ -473,12 +473,12 @@ def test_the_word_cache_gives_the_ids_of_the_tokenizer(kind: str, some_texts: li
 
 
 def test_only_proven_tokenizers_get_a_word_rule() -> None:
-    """Each of these may join what is on the two sides of a cut: they get whole texts."""
+    """A tokenizer that may merge text across a cut between words must encode complete texts."""
     whole: dict[str, Any] = json.loads(encoder(tiny_tokenizer()).to_str())
     model, added = whole["model"], whole["added_tokens"]
 
     def joined_first(left: str, right: str) -> dict[str, Any]:
-        """The model with a piece that joins `left` and `right` before all others are made."""
+        """Return the model with an additional first merge of `left` and `right`."""
         pieces = [piece for piece in (left, right, left + right) if piece not in model["vocab"]]
         vocab = model["vocab"] | {piece: len(model["vocab"]) + i for i, piece in enumerate(pieces)}
         return {"model": model | {"vocab": vocab, "merges": [[left, right], *model["merges"]]}}

@@ -1,4 +1,4 @@
-"""The predicted costs of preparation: from what they come, and next to what was measured."""
+"""The costs of preparation are predicted, and printed next to the measured costs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_plan_data_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_small_compressed_file_has_a_forecast(tmp_path: Path) -> None:
-    """It is read in one go, so that later pieces take no stored bytes."""
+    """The file is read at once, so its stored bytes have to be divided among its pieces."""
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts(400) * 20)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
     lines: list[str] = []

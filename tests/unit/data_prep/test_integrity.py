@@ -1,4 +1,4 @@
-"""Prepared data are read as they were written, or refused: changes, forgeries, ids that differ, scores."""
+"""Prepared data and scores are read as written. Changed, forged and wrongly encoded data are rejected."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ from tests.helpers.corpus import (
 )
 from tests.helpers.refusals import refused
 
-# --- what is read -----------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------
 
 
 def plain_batch(row: dict[str, Any], block: int) -> list[list[int]]:
-    """Ids, shifted labels and positions of a row, one token at a time."""
+    """Return the ids, shifted labels and positions of a row, derived one token at a time."""
     ids, labels, positions = list(row["input_ids"]), [], []
     spans = row.get("loss_spans", [0, len(ids)])
     learned = {i for a, b in zip(spans[::2], spans[1::2], strict=True) for i in range(a, b)}
@@ -71,7 +71,7 @@ def plain_batch(row: dict[str, Any], block: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["text", "instruct"])
 def test_batches_equal_the_columns(tmp_path: Path, kind: str) -> None:
-    """`datasets` maps the same files; plain Python derives the batch from its columns."""
+    """Plain Python derives the same batch from the columns that `datasets` reads from the files."""
     write_jsonl(tmp_path / "a.jsonl", texts(120) if kind == "text" else alpaca_rows(60))
     options = {"shards": 3} if kind == "text" else {"kind": kind, "sequence_len": 180, "overlong": "split"}
     config = prepared(tmp_path, **options)
@@ -94,13 +94,13 @@ def test_batches_equal_the_columns(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_segment_names_its_source_document(tmp_path: Path) -> None:
-    """Parts of a long example in several rows, and its copies, are of one document."""
+    """The parts of a long example in several rows, and its copies, name the same document."""
     answers = texts(40, sentences=30)
     write_jsonl(tmp_path / "a.jsonl", ({"instruction": "Say it.", "output": text} for text in answers))
     sources = [{"files": "a.jsonl", "weight": 2}]
     config = prepared(tmp_path, kind="instruct", sources=sources, overlong="split", sequence_len=100)
     data, tokenizer = train_set(config), load_tokenizer(config.dir / "tokenizer")
-    fits: dict[int, set[int]] = {}  # of each source: the answers that its segments can all be parts of
+    fits: dict[int, set[int]] = {}  # by source, the answers that contain all its segments
     for row in range(len(data)):
         ids, lengths = data._row(row)[:2]
         parts = np.split(ids, np.cumsum(lengths)[:-1])
@@ -121,11 +121,11 @@ def test_a_large_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
     assert data.manifest.bos_id is None and data.manifest.eos_id == 0
 
 
-# --- what is damaged, changed or forged -------------------------------------------------------------------
+# --- damaged, changed and forged data ---------------------------------------------------------------------
 
 
 def config_of(root: Path, **data: Any) -> DataConfig:
-    """Two splits of three shards, and two domains."""
+    """Return a configuration of two splits with three shards and two domains."""
     sources = [{"files": "*.jsonl"}, {"files": "law.txt", "domain": "law"}]
     common = {"sources": sources, "shards": 3, "validation_fraction": 0.2, "tokenizer": "tokenizer"}
     return data_config(root, **(common | data))
@@ -133,7 +133,7 @@ def config_of(root: Path, **data: Any) -> DataConfig:
 
 @pytest.fixture(scope="module")
 def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sources, a copy of the tokenizer, and what was prepared from them."""
+    """Return a directory with sources, a copy of the tokenizer, and data prepared from them."""
     root = tmp_path_factory.mktemp("integrity")
     write_jsonl(root / "a.jsonl", texts(120))
     write_jsonl(root / "b.jsonl", texts(20, seed=2))
@@ -145,7 +145,7 @@ def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(prepared_once: Path, tmp_path: Path) -> DataConfig:
-    """A copy of the prepared directory, whose hashes are remembered."""
+    """Copy the prepared directory and cache the hashes of its files."""
     root = tmp_path / "root"
     shutil.copytree(prepared_once, root, symlinks=True)
     config = config_of(root)
@@ -155,13 +155,13 @@ def config(prepared_once: Path, tmp_path: Path) -> DataConfig:
 
 @pytest.fixture
 def examples(tmp_path: Path) -> DataConfig:
-    """Packed instructions in a single shard."""
+    """Prepare packed instructions in a single shard."""
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
     return prepared(tmp_path, kind="instruct", sequence_len=512, shards=1)
 
 
 def flip(path: Path, offset: int = -1) -> None:
-    """One bit, in place; size and time of modification stay."""
+    """Flip one bit in place, and keep the size and the modification time."""
     times = path.stat()
     with path.open("r+b") as file:
         file.seek(offset % times.st_size)
@@ -172,7 +172,7 @@ def flip(path: Path, offset: int = -1) -> None:
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Some keys of a JSON file."""
+    """Change some keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
@@ -186,7 +186,7 @@ def swap_ids(path: Path) -> None:
 
 SHARD, NOTE = "train/shard-00001-of-00003.arrow", "train/shard-00001-of-00003.json"
 
-# Changes to the prepared directory.
+# Changes to the prepared directory that prepare repairs, and changes that it rejects with an error code.
 MENDED: dict[str, Callable[[Path], Any]] = {
     "a shard is deleted": lambda d: (d / SHARD).unlink(),
     "a shard's last byte is flipped": lambda d: flip(d / SHARD),
@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("case", MENDED)
 def test_damage_is_found_and_repaired(config: DataConfig, case: str) -> None:
-    """By verify, by training, and by prepare, which gives the same bytes again."""
+    """Verify and training find the damage. Prepare also finds it, and restores the same bytes."""
     expected = file_bytes(config.dir)
     MENDED[case](config.dir)
     assert verify(config.dir)[1]
@@ -240,7 +240,7 @@ def test_damage_is_found_and_repaired(config: DataConfig, case: str) -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_damage_that_cannot_be_repaired_is_an_error(config: DataConfig, case: str) -> None:
-    """Nothing changed, and --force helps where the files are sound."""
+    """The error leaves all files unchanged, and --force prepares the data again."""
     damage, code = REFUSED[case]
     damage(config.dir)
     before = file_bytes(config.dir)
@@ -252,7 +252,7 @@ def test_damage_that_cannot_be_repaired_is_an_error(config: DataConfig, case: st
 
 
 def test_a_copy_elsewhere_verifies_and_trains(config: DataConfig, tmp_path: Path) -> None:
-    """Only the data sets and the tokenizer need to travel."""
+    """Only the data sets and the tokenizer have to be copied."""
     copy = tmp_path / "elsewhere"
     for name in ("train", "validation", "tokenizer"):
         shutil.copytree(config.dir / name, copy / name)
@@ -286,7 +286,7 @@ def test_a_foreign_directory_is_not_changed(tmp_path: Path) -> None:
 
 
 def test_force_keeps_data_after_a_recipe_error_or_during_another_job(config: DataConfig) -> None:
-    """Files are cleared once all that could fail has been done."""
+    """Files are removed only after all checks have passed."""
     before = file_bytes(config.dir)
     for wrong in ({"sources": [{"files": "no.jsonl"}]}, {"contamination": "no"}):
         with pytest.raises(UserError):
@@ -298,7 +298,7 @@ def test_force_keeps_data_after_a_recipe_error_or_during_another_job(config: Dat
 
 
 def forge(directory: Path, manifest: Manifest) -> None:
-    """Put a manifest in place whose digest fits: whoever changes it can do that."""
+    """Write a manifest with a valid digest, as anyone could who changes it."""
     for note in directory.glob("shard-*.json"):
         note.unlink()
     (directory / "manifest.json").write_text(manifest_text(manifest))
@@ -321,7 +321,7 @@ def test_verify_recounts_domains(config: DataConfig) -> None:
 
 
 def test_verify_recounts_targets(examples: DataConfig) -> None:
-    """Counts that agree with each other but not with the rows are a fault too."""
+    """Counts that agree with each other but not with the rows are also reported."""
     train = examples.dir / "train"
     manifest = read_manifest(train)
     shard = train / manifest.shards[0].file
@@ -340,7 +340,7 @@ def test_verify_recounts_targets(examples: DataConfig) -> None:
 
 
 def test_a_shard_with_invalid_offsets_is_damaged(examples: DataConfig) -> None:
-    """Arrow believes the lengths in a file; reading such a row reads other memory, or ends the process."""
+    """Arrow trusts the lengths in a file, so wrong ones could read other memory or end the process."""
     train = examples.dir / "train"
     rows = read_manifest(train).rows.to_bytes(8, "little")
     (path,) = train.glob("*.arrow")
@@ -369,7 +369,7 @@ def test_unpacked_text_has_a_size_limit(tmp_path: Path, monkeypatch: pytest.Monk
 COPIES = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "b"}]
 EXAMPLES = {"kind": "instruct", "sources": [{"files": "i.jsonl"}]}
 LONG = {"packing": "best_fit", "min_doc_tokens": 30, "long_doc_tokens": 70, "sequence_len": 64}
-SORTS: dict[str, tuple[dict[str, Any], bool]] = {  # whether `verify` can encode them again
+SORTS: dict[str, tuple[dict[str, Any], bool]] = {  # settings, and whether `verify` can encode the data again
     "copies": ({"sources": COPIES, "validation_fraction": 0.3}, True),
     "long texts": ({"sources": [{"files": "long.txt", "format": "document"}], "shards": 1}, True),
     "instructions": (EXAMPLES | {"sequence_len": 400}, True),
@@ -392,7 +392,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shifted(self: RowEncoder, part: Any, encode: Any = RowEncoder.encode) -> Any:
-    """Ids that are wrong as they leave a worker."""
+    """Return wrong ids, as a faulty worker would."""
     done = encode(self, part)
     return done._replace(ids=done.ids ^ 1)
 
@@ -401,7 +401,7 @@ def shifted(self: RowEncoder, part: Any, encode: Any = RowEncoder.encode) -> Any
 def test_a_shard_with_other_ids_is_not_sealed(
     files: Path, tmp_path: Path, sort: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong as it leaves a worker, or as it is packed; what is right is sealed, and verified."""
+    """Ids that a worker or the packer changed are not sealed. Correct ids are sealed and verified."""
     settings, encoded_again = SORTS[sort]
     if sort == "chat":
         settings = settings | {"tokenizer": str(tokenizer_with(CHATML))}
@@ -417,7 +417,7 @@ def test_a_shard_with_other_ids_is_not_sealed(
     run(config)
     right, faults = verify(config.dir)
     assert not faults and len(right) == len(config.splits)
-    if encoded_again:  # it notices what the check of a shard lets pass
+    if encoded_again:  # verify finds ids that the check of a shard missed
         with monkeypatch.context() as broken:
             broken.setattr(RowEncoder, "encode", shifted)
             broken.setattr(ShardCheck, "compare", lambda *_: None)
@@ -425,13 +425,13 @@ def test_a_shard_with_other_ids_is_not_sealed(
         assert verify(config.dir)[1]
 
 
-# --- scores of another model, beside the data -------------------------------------------------------------
+# --- scores of another model, next to the data ------------------------------------------------------------
 
 MODEL = {"path": "somewhere", "weights": "0" * 64}
 
 
 def write_scores(data: TokenDataset) -> None:
-    """A number for every token, which says which it is."""
+    """Write a score for every token that identifies its shard and its position."""
     scores.begin(data, "ref", MODEL)
     for shard, info in enumerate(data.manifest.shards):
         scores.write_scores(scores.shard_file(data, "ref", shard), -np.arange(info.tokens) - 1e6 * shard)
@@ -439,7 +439,7 @@ def write_scores(data: TokenDataset) -> None:
 
 
 def test_scores_are_aligned_with_labels(config: DataConfig) -> None:
-    """Every label of every row gets the number of the very token in its shard."""
+    """Every label of every row gets the score of exactly its token in the shard."""
     write_scores(data := train_set(config))
     written = Scores(data, "ref")
     for shard in range(3):
@@ -464,7 +464,7 @@ def test_damaged_or_foreign_scores_are_errors(config: DataConfig, tmp_path: Path
     assert not scores.finish(data, "ref", MODEL)
     with pytest.raises(UserError):
         scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
-    for bad in (float("nan"), float("-inf"), 0.5):  # no log-probabilities
+    for bad in (float("nan"), float("-inf"), 0.5):  # not log-probabilities
         with pytest.raises(UserError):
             scores.write_scores(path, np.array([-1.0, bad]))
     assert not path.exists()

@@ -1,4 +1,4 @@
-"""`data.dir` in an object store: the same bytes for jobs on several hosts, under failures and kills."""
+"""Jobs on several hosts write the same bytes to an object store, in spite of failures and kills."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ ADDRESS = "bucket://one/data"
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[Path]:
-    """The files of the store."""
+    """Start an object store, and return the directory of its files."""
     with object_store.bucket(tmp_path) as directory:
         yield directory
 
 
 def config_of(root: Path, directory: str = ADDRESS, **data: Any) -> DataConfig:
-    """Each source is a unit, because it has a limit."""
+    """Return a configuration of five sources, which are separate units because each has a limit."""
     sources = [{"files": f"{i}.jsonl", "limit": 40} for i in range(5)]
     options = {"shards": 4, "validation_fraction": 0.2, "limit_tokens": 5000}
     return data_config(root, dir=directory, sources=sources, **options | data)
@@ -50,7 +50,7 @@ def config_of(root: Path, directory: str = ADDRESS, **data: Any) -> DataConfig:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with sources, and with data that were prepared from them without a store."""
+    """Return a directory with sources, and with data that were prepared from them without a store."""
     root = tmp_path_factory.mktemp("sources")
     for i in range(5):
         write_jsonl(root / f"{i}.jsonl", texts(50, seed=i))
@@ -59,7 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_host(root: Path, mirrors: Path, host: int, hosts: int) -> None:
-    """Run a job on a host, which has its own local copies."""
+    """Run a job as on a host with separate local copies."""
     os.environ["EMO_MIRRORS"] = str(mirrors / f"host-{host}")
     random.seed(host)
     run(config_of(root), (host, hosts))
@@ -88,7 +88,7 @@ def test_hosts_make_the_same_bytes_while_requests_fail_and_jobs_die(
 def test_local_copies_follow_the_store(
     files: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second host has old copies, and a job there makes nothing again; a damaged shard is not used."""
+    """A second host renews its old copies and repeats no work. A damaged shard in the store is rejected."""
     config = config_of(root)
     assert not is_prepared(config)
     run(config)
@@ -151,7 +151,7 @@ def test_a_lease_in_a_store_has_one_holder(files: Path) -> None:
     assert other.holder() is not None and other.holder().pid == os.getpid()  # type: ignore[union-attr]
     holder.release()
     assert other.acquire() and not leases[0].acquire()
-    other._stop.set()  # it is no longer renewed
+    other._stop.set()  # the lease is no longer renewed
     (files / "one/leases" / other.path.name).touch()  # type: ignore[union-attr]
     os.utime(files / "one/leases" / other.path.name, (0, 0))  # type: ignore[union-attr]
     assert leases[0].acquire() and not other.is_held()
@@ -162,7 +162,7 @@ def test_a_lease_in_a_store_has_one_holder(files: Path) -> None:
 
 
 def test_jobs_share_s3_while_the_server_fails_and_restarts(tmp_path: Path, root: Path) -> None:
-    """Two commands with the real client. The server loses answers, and is killed in between."""
+    """Two commands use the real client. The server drops answers, is killed, and starts again."""
     pytest.importorskip("s3fs", reason="needs s3fs")
     recipe = tmp_path / "recipe.yaml"
     sources = [{"files": f"{i}.jsonl", "limit": 40} for i in range(5)]

@@ -1,4 +1,4 @@
-"""`prepare`: the same bytes however work is shared out, waited for, killed or out of disk."""
+"""`prepare` makes the same bytes however jobs share the work, wait, are killed, or run out of disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.helpers.corpus import (
 
 
 def world(root: Path, rows: list[Any], **data: Any) -> DataConfig:
-    """Two large files that share rows, and four small ones of which the first rows count."""
+    """Return a configuration of two large files that share rows, and four small files with a row limit."""
     small, large = rows[:24], rows[24:]
     write_jsonl(root / "a.jsonl", large[: len(large) * 2 // 3])
     write_jsonl(root / "b.jsonl", large[len(large) // 2 :])
@@ -56,7 +56,7 @@ def world(root: Path, rows: list[Any], **data: Any) -> DataConfig:
 
 
 def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
-    """Make units, stretches and batches so small that little data takes many of each."""
+    """Make units, stretches and batches so small that little data needs many of each."""
     for module, name, value in (
         *((plan, "GROUP_ROWS", 7), (scan, "GROUP_ROWS", 7)),
         *((row_units, "UNIT_ROWS", 400), (row_units, "BLOCK_ROWS", 5), (buckets, "BATCH_BYTES", 4000)),
@@ -66,7 +66,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch, size: int = 2000) -> None:
 
 
 def interrupt_stages(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Path]:
-    """The files of the selection as they are written; the process is interrupted after every `most` files."""
+    """Return a list of the selection's files as they are written, and interrupt after about `most` files."""
     paths: list[Path] = []
     write = stages.write_buckets
     left = most
@@ -84,7 +84,7 @@ def interrupt_stages(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Path]:
 
 
 def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
-    """The numbers of units as they are scanned; the process is interrupted after the last that may be."""
+    """Return a list of unit numbers as they are scanned, and interrupt the process after `most` units."""
     numbers: list[int] = []
     make = Scan.make_part
 
@@ -102,7 +102,7 @@ def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
 def test_bytes_do_not_depend_on_workers_jobs_or_units(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At last many units and three jobs side by side, on a file system without locks."""
+    """The last case has many units and three concurrent jobs on a file system without locks."""
 
     def without_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -133,7 +133,7 @@ def test_bytes_do_not_depend_on_workers_jobs_or_units(
 
 
 def test_complete_parts_and_stages_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that ended goes on where it was; what is damaged or of a changed source is made again."""
+    """An interrupted job resumes. It repeats only damaged files and the units of a changed source."""
     small_units(monkeypatch)
     monkeypatch.setattr(row_units, "UNIT_ROWS", 60)
     rows = texts(160, sentences=8)
@@ -146,7 +146,7 @@ def test_complete_parts_and_stages_are_kept(tmp_path: Path, monkeypatch: pytest.
     part = config.dir / ".new/scan/000002.parquet"
     part.write_bytes(part.read_bytes()[:-1])
     first = tmp_path / "a.jsonl"
-    first.write_bytes(first.read_bytes())  # the same text, but nobody can know
+    first.write_bytes(first.read_bytes())  # the same text, but with a new modification time
     changed = [u.number for u in divide_into_units(planned_inputs(config)) if u.stretches[0].input == 0]
     again, files = noted_units(monkeypatch), interrupt_stages(monkeypatch, most=12)
     damages: list[Callable[[bytes], bytes]] = [
@@ -181,7 +181,7 @@ def test_a_job_takes_over_from_a_dead_one(tmp_path: Path, monkeypatch: pytest.Mo
     def released(line: str) -> None:
         if "waiting for" in line:
             waiting.append(line)
-            other.release()  # it died, and its part was never written
+            other.release()  # the other job died before it wrote its part
 
     monkeypatch.setattr(Preparation, "set_up", taken)
     prepare(config, (0, 1), 1, False, False, released)
@@ -204,7 +204,7 @@ def start(root: Path, out: Path, workers: int) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], float]:
-    """A directory with a.jsonl, the bytes of an undisturbed run, and the seconds that it took."""
+    """Return a directory with a.jsonl, the bytes of an undisturbed run, and its duration in seconds."""
     root = tmp_path_factory.mktemp("crash")
     write_jsonl(root / "a.jsonl", texts(1200, sentences=20))
     began = time.monotonic()
@@ -223,7 +223,7 @@ def test_killed_at_random_moments_then_run_again(undisturbed: tuple[Path, dict[s
         job = start(root, out, 1 + trial % 2)
         if trial == 0:
             time.sleep(rng.uniform(0.1, 0.9) * seconds)
-        count = rng.randint(1, 6) if trial else 0  # shards come within a moment: wait for some of them
+        count = rng.randint(1, 6) if trial else 0  # the shards appear within a moment, so wait for some
         while job.poll() is None and len(list((out / "train").glob("shard-*"))) < count:
             time.sleep(0.001)
         workers = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
@@ -238,7 +238,7 @@ def test_killed_at_random_moments_then_run_again(undisturbed: tuple[Path, dict[s
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small file system; `resize` it before use."""
+    """Mount a small file system. Use `resize` before you write to it."""
     (disk := tmp_path / "disk").mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(disk)]).returncode:
         pytest.skip("cannot mount a small file system here")
@@ -253,7 +253,7 @@ def resize(disk: Path, kilobytes: int) -> None:
 def test_a_full_disk_leaves_no_partial_data(
     undisturbed: tuple[Path, dict[str, bytes], float], disk: Path
 ) -> None:
-    """At every step the disk may be full: one line says so, nothing half stays, and then it goes on."""
+    """A full disk at any step gives one line and leaves no partial files, and a later run completes."""
     root, expected, _ = undisturbed
     config = load_data_config(recipe_of(root, disk / "out"), [])
     total = sum(map(len, expected.values())) // 1024
@@ -275,7 +275,7 @@ def test_a_full_disk_leaves_no_partial_data(
 
 
 def test_jobs_of_a_slurm_array_share_the_work(tmp_path: Path) -> None:
-    """An array that starts at 1, as some sites like it."""
+    """The array may start at 1, as some sites prefer."""
     write_jsonl(tmp_path / "a.jsonl", texts(300))
     recipe = recipe_of(tmp_path, tmp_path / "out")
     slurm = {"SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_CPUS_PER_TASK": "1"}
@@ -291,7 +291,7 @@ def test_exit_codes(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts(60))
     command = ["prepare", str(recipe_of(tmp_path, tmp_path / "out")), "--workers", "1"]
     assert main([*command, "--shard=1/2"]) == 0
-    assert main([*command, "--finish"]) == 2  # shards are still to be made
+    assert main([*command, "--finish"]) == 2  # some shards are missing
     assert main([*command, "--shard=0/2"]) == main([*command, "--finish"]) == 0
     assert main([*command, "data.shard=2"]) == main(["prepare", str(tmp_path / "no.yaml")]) == 2
     for bad in ("2/2", "x", "1", "-1/2"):

@@ -1,4 +1,4 @@
-"""`prepare --on`: what Slurm and Kubernetes are given, and the bytes that tasks of Ray make."""
+"""`prepare --on` submits jobs to Slurm and Kubernetes, and tasks of Ray make the same bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_token
 from tests.helpers.refusals import refused
 from tests.helpers.schedulers import OVERLAY, applied, stand_in, stand_in_kubectl
 
-# A stand-in for sbatch that runs the jobs of an array at once, as this user, and gives them numbers.
+# A stand-in for sbatch that runs the tasks of an array at once, as this user, and prints a job number.
 SBATCH = """#!/bin/bash
 echo "$@" >> "$STAND_IN_CALLS"
 while [ $# -gt 0 ]; do
@@ -93,7 +93,7 @@ def test_what_slurm_rejects_is_one_line(
 
 
 def test_kubernetes_gets_a_job_with_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pods of the overlay, so many of them, and the recipe with its overrides in a config map."""
+    """The job has the pods of the overlay, as many as --jobs, and a config map with recipe and overrides."""
     documents = stand_in_kubectl(tmp_path, monkeypatch)
     options = ["--on", "kubernetes", "--jobs", "3", "--overlay", str(OVERLAY)]
     assert main(["prepare", str(recipe_in(tmp_path)), "data.shards=6", *options]) == 0
@@ -113,7 +113,7 @@ def test_kubernetes_gets_a_job_with_the_recipe(tmp_path: Path, monkeypatch: pyte
 
 
 def many_units(root: Path, name: str, **data: Any) -> DataConfig:
-    """Each source is a unit, because it has a limit."""
+    """Return a configuration of eight sources, which are separate units because each has a limit."""
     for i in range(8):
         write_jsonl(root / f"{i}.jsonl", texts(300, seed=i, sentences=20))
     sources = [{"files": f"{i}.jsonl", "limit": 250} for i in range(8)]
@@ -122,7 +122,7 @@ def many_units(root: Path, name: str, **data: Any) -> DataConfig:
 
 
 def kill_one(prefix: str, killed: list[int]) -> None:
-    """Kill -9 the first process whose title begins with `prefix`."""
+    """Send SIGKILL to the first process whose title begins with `prefix`."""
     deadline = time.monotonic() + 60
     while not killed and time.monotonic() < deadline:
         for process in psutil.process_iter(["cmdline"]):
@@ -134,7 +134,7 @@ def kill_one(prefix: str, killed: list[int]) -> None:
 
 
 def test_tasks_share_the_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks that are called in this process instead of by Ray."""
+    """The tasks are called in this process instead of by Ray."""
     config = many_units(tmp_path, "tasks", limit_tokens=50_000)
     run(config.model_copy(update={"dir": tmp_path / "alone"}))
     monkeypatch.setattr(row_units, "UNIT_ROWS", 200)
@@ -155,7 +155,7 @@ def test_tasks_share_the_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_tasks_of_ray_make_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a worker of two that is killed while it reads; an error of a task is one of the command."""
+    """One of two workers is killed while it reads. The command reports the error of a task."""
     pytest.importorskip("ray", reason="needs ray")
     run(many_units(tmp_path, "alone"))
     killed: list[int] = []

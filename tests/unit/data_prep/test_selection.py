@@ -1,4 +1,4 @@
-"""Which rows are taken: splits, weights, limits, domains, near duplicates and contamination in any script."""
+"""Splits, weights, limits, domains and near duplicates select rows. Contamination is found in any script."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_selection_equals_a_sort_in_memory(
     drawn: list[tuple[int, ...]], weights: list[int], splits: list[int], dedup: str, signed: int,
     unit: int, batch: int,
 ) -> None:  # fmt: skip
-    """Against the definition, row by row, whatever the sizes of parts, units and batches."""
+    """Every row is selected as defined, for all sizes of parts, units and batches."""
     source, hashes, chars, kind, change = np.array(sorted(drawn, key=lambda row: row[0])).T
     reasons = np.where(chars == 5, 7, 0)
     similar = np.repeat(kind[:, None] * 1000, near.PERMUTATIONS, 1) + np.arange(near.PERMUTATIONS)
-    similar[:, 100:] += change[:, None] * 17  # alike in most bands, and 0.78 in all, or the same
+    similar[:, 100:] += change[:, None] * 17  # equal in most bands and in 0.78 of all, or in all
     other = np.repeat(hashes[:, None] // 3 + 5000, near.PERMUTATIONS, 1)
     tree = {"dir": "x", "tokenizer": "t", "sources": [{"files": "a"}], "shards": 3, "dedup": dedup}
     tree |= {"validation": {"a": [{"files": "v"}], "b": [{"files": "w"}]}, "near_threshold": 0.7}
@@ -130,7 +130,7 @@ def test_more_rows_than_a_node_can_name_are_refused(tmp_path: Path, monkeypatch:
 
 
 def test_the_validation_split_depends_on_content(tmp_path: Path) -> None:
-    """The place of a row, and what else there is, does not move it between the splits."""
+    """The position of a row and the other rows do not move it between the splits."""
     rows = texts(1000, sentences=1)
     sides = []
     for name, subset, seed in (("a", rows, 0), ("b", rows[::-1][:700], 0), ("c", rows, 1)):
@@ -143,7 +143,7 @@ def test_the_validation_split_depends_on_content(tmp_path: Path) -> None:
 
 
 def test_a_weight_does_not_drop_rows_of_another_source(tmp_path: Path) -> None:
-    """Rows in A (weight 0.1) and in B (weight 1) are all used."""
+    """Rows that are both in a source of weight 0.1 and in a source of weight 1 are all used."""
     first, second = texts(300, seed=1), texts(300, seed=2)
     write_jsonl(tmp_path / "a.jsonl", first + second[:150])
     write_jsonl(tmp_path / "b.jsonl", second)
@@ -152,13 +152,13 @@ def test_a_weight_does_not_drop_rows_of_another_source(tmp_path: Path) -> None:
     few = [times[text] for text in first]
     assert [times[text] for text in second] == [1] * 300 and 10 < sum(few) < 60
     sources = train_set(config).manifest.sources
-    assert [source["rows"] for source in sources] == [450, 300]  # equal ones too
+    assert [source["rows"] for source in sources] == [450, 300]  # duplicates count, too
     assert sum(source["train"] for source in sources) == 300 + sum(few)
     assert rejected(config)["weight"] >= few.count(0)
 
 
 def test_copies_are_spread_over_the_shard(tmp_path: Path) -> None:
-    """Far from each other, and rows without copies keep their order."""
+    """The copies of a row are far from each other, and rows without copies keep their order."""
     first, second = texts(300, seed=1), texts(40, seed=2)
     write_jsonl(tmp_path / "a.jsonl", first)
     write_jsonl(tmp_path / "b.jsonl", second)
@@ -182,7 +182,7 @@ def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
 
 
 def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None:
-    """... copies counted; what is less than the limit is used whole; it may end among the copies of a row."""
+    """Copies count, smaller data are used completely, and the limit may fall between copies of a row."""
     for seed, (name, count) in enumerate((("a.jsonl", 600), ("b.jsonl", 200), ("c.jsonl", 1)), 1):
         write_jsonl(tmp_path / name, alpaca_rows(count, seed))
 
@@ -208,7 +208,7 @@ def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None
 def test_no_row_holds_two_domains_and_limits_stay_exact(
     tmp_path: Path, limit: int | None, shards: int
 ) -> None:
-    """Hundreds of token ids say the domain, whose two files do not lie together."""
+    """The hundreds digit of a token id is its domain, and the two files of a domain are not adjacent."""
     rng, sources, count = np.random.default_rng(0), [], 0
     for number, domain in enumerate((*range(4), *range(4))):
         low = 100 * domain
@@ -246,7 +246,7 @@ def test_validation_sets_keep_the_order_of_the_recipe(tmp_path: Path) -> None:
             use(reordered)
 
 
-# sha256 of the columns that training reads, as format 2 held them, which knew no domains
+# sha256 of the columns that training reads, as format 2 wrote them, which had no domains
 FORMAT_2 = {
     ("text", 6000): "37143d5aa21fc5c818d5dc84dec0f82d689539cc0bfd3d8573fd60c715c126bc",
     ("instruct", None): "84456b9368cca2e0569fec90eacb5baa63b8ed5d5c4bf5d4408cdf73e986d755",
@@ -255,7 +255,7 @@ FORMAT_2 = {
 
 @pytest.mark.parametrize(("kind", "limit"), FORMAT_2)
 def test_data_without_domains_have_the_rows_of_format_2(tmp_path: Path, kind: str, limit: int | None) -> None:
-    """By a tokenizer whose ids depend on no library's training: the words of the texts."""
+    """The tokenizer lists the words of the texts, so its ids do not depend on a library's training."""
     words = sorted({word.strip(".") for text in texts(300) for word in text.split()})
     tokenizer = word_tokenizer(tmp_path / "words", ["?", ".", *words])
     for seed, name in enumerate(("a.jsonl", "b.jsonl")):
@@ -296,7 +296,7 @@ SAME = {
 
 
 def alike(script: str) -> dict[str, str]:
-    """A text in other ways of writing it; in Thai, spaces end sentences."""
+    """Return a text in equivalent forms. Thai is not respaced, because its spaces end sentences."""
     ways = (name for name in SAME if (script, name) != ("thai", "spaced"))
     return {name: SAME[name](TEXTS[script]) for name in ways}
 
@@ -326,7 +326,7 @@ def test_contamination_is_found_in_any_script(tmp_path: Path, script: str) -> No
         assert documents == 1
         owners = set(grams.pairs[np.isin(grams.pairs[:, 0], hits), 1].tolist())
         assert owners == {number} and len(hits) == (grams.pairs[:, 1] == number).sum(), name
-    few = TEXTS[script][: len(TEXTS[script]) // 12]  # about four words are no overlap of eight
+    few = TEXTS[script][: len(TEXTS[script]) // 12]  # about four words cannot share eight words
     assert finder.overlap([few])[1] == 0
 
 
@@ -338,11 +338,11 @@ def passage(rng: random.Random, words: int = 150) -> str:
 def test_near_duplicate_instructions_are_dropped_and_questions_on_a_passage_are_kept(
     tmp_path: Path, form: str
 ) -> None:
-    """Whatever their system messages, and whether answers are long or but a word."""
+    """This holds for all system messages, and for long answers as well as single words."""
     rng = random.Random(7)
 
     def asked(context: str, question: str, answer: str, system: str = "") -> dict[str, Any]:
-        """A row whose context is an input, or stands before its question."""
+        """Return a row whose context is an input or precedes its question."""
         if form == "input":
             return {"instruction": question, "input": context, "output": answer, "system": system}
         roles = {"system": system, "user": f"{context}\n\n{question}", "assistant": answer}
@@ -366,7 +366,7 @@ def test_near_duplicate_instructions_are_dropped_and_questions_on_a_passage_are_
 
 
 def test_the_report_names_the_test_rows_in_the_text(tmp_path: Path) -> None:
-    """With three jobs; the shards are those without a report."""
+    """Three jobs write one report, and their shards equal the shards of data without a report."""
     rng = random.Random(8)
     long = [*(sentence(rng, 12, 16) for _ in range(20)), "Too short."]
     short = [sentence(rng, 5, 7) for _ in range(10)]

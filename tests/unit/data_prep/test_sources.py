@@ -1,4 +1,4 @@
-"""Files, addresses and data sets as sources: what is read, and what is refused or rejected by its reason."""
+"""Files, addresses and data sets are read as sources. Bad sources are errors, and bad rows are counted."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ GOOD = [{"text": text} for text in texts(9)]
 
 
 def lines(*rows: Any) -> bytes:
-    """Rows as JSON lines; a row that is bytes is taken as it is."""
+    """Return rows as JSON lines. A row of bytes is written unchanged."""
     return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
 
 
 def among(*rows: Any) -> bytes:
-    """The rows between good ones."""
+    """Return the rows as JSON lines between good rows."""
     return lines(*GOOD[:6], *rows, *GOOD[6:])
 
 
 def put(path: Path, texts: list[str]) -> Path:
-    """Texts as a file of the kind that its name says."""
+    """Write texts to a file in the format of its suffix."""
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"text": texts}), path)
@@ -80,7 +80,7 @@ def put(path: Path, texts: list[str]) -> Path:
 
 
 def read(root: Path, files: str = "a.*", **source: Any) -> list[Any]:
-    """All rows of a source."""
+    """Return all rows of a source."""
     opened = open_inputs(data_config(root, sources=[{"files": files, **source}]))
     return [
         row for each in opened for piece in each.pieces() for row in parse(piece.payload or b"", each.spec)
@@ -88,7 +88,7 @@ def read(root: Path, files: str = "a.*", **source: Any) -> list[Any]:
 
 
 def fails(root: Path, **data: Any) -> str:
-    """The one line of a preparation that fails, and leaves no data set that training would take."""
+    """Return the one-line error of a preparation, which must leave no data set for training."""
     with pytest.raises(UserError) as caught:
         run(data_config(root, **({"sources": [{"files": "a.*"}]} | data)))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
@@ -137,13 +137,13 @@ def test_a_source_error_is_one_line(tmp_path: Path, case: str) -> None:
 
 
 def test_an_error_has_the_number_of_the_broken_line(tmp_path: Path) -> None:
-    """Also behind many pieces of a packed file."""
+    """The number is also right after many pieces of a compressed file."""
     rows = [{"text": f"{i} " + "word " * 40} for i in range(5000)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" + lines(*rows, b"{broken")))
     assert "line 5002" in fails(tmp_path)
 
 
-# besides nine rows that are used: those that are rejected, by reason
+# Each file has nine rows that are used. The last entry counts the rejected rows by reason.
 READ: dict[str, tuple[str, bytes, dict[str, int]]] = {
     "bad UTF-8 in a line": ("a.jsonl", among(b'{"text": "\xff\xfe"}'), {"bad_utf8": 1}),
     "half a surrogate pair": ("a.jsonl", among(b'{"text": "\\ud83d"}'), {"bad_utf8": 1}),
@@ -177,7 +177,7 @@ def test_good_rows_are_read_and_rejected_rows_counted(tmp_path: Path, case: str)
 
 
 def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
-    """Also of lines that are too long to be held, in the middle and at the end."""
+    """The counts include lines that are too long to be held in memory, in the middle and at the end."""
     long = {"text": "long line " * 500_000}
     (tmp_path / "a.jsonl").write_bytes(lines(*GOOD, long, b"{", *GOOD, long))
     config = prepared(tmp_path, strict=False, max_chars=100_000)
@@ -188,7 +188,7 @@ def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
 def test_a_file_that_changes_during_reading_is_an_error(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest vouches for the bytes that were read, and for no others."""
+    """The manifest must describe exactly the bytes that were read."""
     path = put(tmp_path / name, texts(60))
     real = reader.identify_file
     config = data_config(tmp_path, sources=[{"files": name}])
@@ -252,7 +252,7 @@ def test_only_a_byte_order_mark_at_the_beginning_is_removed(tmp_path: Path, form
     (tmp_path / "a.txt").write_text("\n\n".join(marked) + "\n", encoding="utf-8")
     first, *others = ["\n\n".join(marked)] if form == "document" else marked
     assert [row.rstrip("\n") for row in read(tmp_path, format=form)] == [first.removeprefix(mark), *others]
-    # what is read for a shard is what was scanned
+    # writing a shard reads the same rows as the scan
     run(data_config(tmp_path, sources=[{"files": "a.txt", "format": form}], shards=1))
 
 
@@ -289,7 +289,7 @@ LINES = st.sampled_from(["", "", " ", "one", "two words", " = Title = ", "\r", "
 @example(["", "", " ", "", "one"], "paragraphs", {1, 2})  # two cuts among the lines between two rows
 @example(["", "", "", " = Title = ", "", " = Title = ", "", ""], "wikitext", {1})  # a title alone
 def test_ranges_of_a_file_have_its_rows(lines: list[str], form: str, cuts: set[int]) -> None:
-    """Wherever a file is cut into stretches, each row is in one of them, and whole."""
+    """Wherever a file is cut into stretches, each row is complete in exactly one of them."""
     spec = RowSpec("text", form, False, None, "none", 1000)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "a.txt"
@@ -310,7 +310,7 @@ ARTICLES = [f"Title {i} = x" if i == 3 else f"Title {i}" for i in range(40)]
 
 
 def wikitext() -> list[str]:
-    """Lines as WikiText has them: headings between blank lines, and a legend that only looks like one."""
+    """Return lines like WikiText's, with headings between blank lines and a legend like a heading."""
     rng, lines = random.Random(5), [" \n"]
     for title in ARTICLES:
         lines += [f" = {title} = \n", " \n"]
@@ -324,7 +324,7 @@ def wikitext() -> list[str]:
 def test_wikitext_documents_begin_at_level_one_headings(tmp_path: Path) -> None:
     lines = wikitext()
     (tmp_path / "a.txt").write_text("".join(lines))
-    # The hub's copy has a line per row, blank ones empty.
+    # The hub's copy has one line per row, and blank lines are empty.
     pq.write_table(
         pa.table({"text": ["" if line == " \n" else line for line in lines]}), tmp_path / "b.parquet"
     )
@@ -350,7 +350,7 @@ def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
 
 
 def test_hub_and_saved_data_sets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`datasets` loads a directory like a hub id: the same code path, without network."""
+    """`datasets` loads a directory like a hub id, so the test needs no network."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     saved = datasets.Dataset.from_dict({"text": texts(100)})
     saved.save_to_disk(str(tmp_path / "one"))
@@ -364,9 +364,9 @@ def test_hub_and_saved_data_sets_are_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class Server(SimpleHTTPRequestHandler):
-    """A web server of the plainest kind: no lists that fsspec reads, no beginning in the middle."""
+    """A minimal web server without directory lists for fsspec, and without range requests by default."""
 
-    broken = parts = False  # fails; sends parts of files, as most servers do
+    broken = parts = False  # whether requests fail, and whether it sends ranges
     requests = 0
 
     def log_message(self, *_: Any) -> None:
@@ -398,7 +398,7 @@ def web(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
-MEMORY = fsspec.filesystem("memory")  # each test has files of its own in it
+MEMORY = fsspec.filesystem("memory")  # each test uses separate files in it
 
 
 def prepared_from(root: Path, name: str, files: str) -> DataConfig:
@@ -406,7 +406,7 @@ def prepared_from(root: Path, name: str, files: str) -> DataConfig:
 
 
 def test_an_address_gives_the_same_shards_as_local_files(tmp_path: Path, web: str) -> None:
-    """From a server that cannot begin in the middle, from memory by patterns, and by file://."""
+    """Addresses on a web server with and without range requests, patterns in memory, and file:// work."""
     for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv"):
         put(tmp_path / "web" / name, texts(400, seed=5))
     MEMORY.put(str(tmp_path / "web"), "/bucket", recursive=True)
@@ -427,7 +427,7 @@ def test_an_address_gives_the_same_shards_as_local_files(tmp_path: Path, web: st
 
 
 def test_a_changed_file_at_an_address_is_an_error(tmp_path: Path) -> None:
-    """By its size before a job, and by its content whatever its size."""
+    """A changed size is found before a job, and changed content is found even if the size is the same."""
     text = "\n".join(texts(200))
     MEMORY.pipe("/c/a.txt", text.encode())
     config = prepared_from(tmp_path, "out", "memory://c/a.txt")
@@ -452,14 +452,14 @@ def test_a_changed_file_at_an_address_is_an_error(tmp_path: Path) -> None:
 def test_an_unreachable_address_is_a_one_line_error(
     tmp_path: Path, web: str, files: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)  # as where they are not installed
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if not installed
     MEMORY.pipe("/d/a.docx", b"x")
     put(tmp_path / "web/a.parquet", texts(9000))
     assert "secret" not in fails(tmp_path, sources=[{"files": files.replace("WEB", web)}])
 
 
 def test_a_server_error_can_be_retried(tmp_path: Path, web: str) -> None:
-    """A failure, which leaves nothing that is believed, not a mistake of the user's."""
+    """A server error is a failure instead of a user's mistake, and a later run completes."""
     put(tmp_path / "web/a.jsonl.gz", texts(400))
     config = data_config(tmp_path, sources=[{"files": f"{web}/a.jsonl.gz"}])
     Server.broken = True
