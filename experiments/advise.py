@@ -6,7 +6,7 @@ The map (`known_truth/map.json`, from experiments/configs/known-truth.yaml) has 
     draws       supervised tokens per token of the vocabulary
     share       of geometry: how well the costs predict which tokens the model confuses
 
-CostOperator predict confusions if the probability that the model does not give to the target y is closer to y
+Costs predict confusions if the probability that the model does not give to the target y is closer to y
 (D) than the model's mean distribution over all positions t (D'):
 
     fit = 1 - sum_t D_t / sum_t D'_t,    D_t = sum_i q_ti c(y_t, i)
