@@ -1,4 +1,4 @@
-"""Shared fixtures: real data where it is present, and one thread per process so that ranks do not fight."""
+"""Shared fixtures and settings. Each process has one thread, so that ranks do not compete for cores."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# In workers and commands, text opened without an encoding warns, which is an error (see pyproject.toml).
+# Child processes warn about text opened without an encoding. Pytest's workers raise it (see pyproject.toml).
 os.environ.setdefault("PYTHONWARNDEFAULTENCODING", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Commands are started many times, and need not compile the sources each time.
+# Tests start many commands, which need not compile the sources each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
-# Examples are slow on a busy machine.
+# Examples have no deadline, because they are slow on a busy machine.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
-# By default forks share a lock for bars, which one that a test kills would hold for ever.
+# By default, forked processes share a lock for progress bars. A killed process would hold it forever.
 tqdm.set_lock(threading.RLock())
 
 REPO = Path(__file__).resolve().parents[1]
@@ -39,7 +39,7 @@ BEGAN = time.monotonic()
 
 
 class RealData(PosixPath):
-    """A place among the real data: a step to what is not there skips the test."""
+    """A path in the real data. Joining the name of a missing file skips the test."""
 
     def __truediv__(self, name: str | os.PathLike[str]) -> Path:
         path = super().__truediv__(name)
@@ -50,9 +50,9 @@ class RealData(PosixPath):
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The directory of real data: $SHARED_DATA, that beside the checkout, or what `make data` fetched.
+    """Return the directory of real data: $SHARED_DATA, or ../shared/data, or data/ (written by `make data`).
 
-    Skips where there is none of them, and where a test asks for what its directory does not have.
+    A test is skipped if the directory, or a file that the test needs from it, is missing.
     """
     setting = os.environ.get("SHARED_DATA")
     candidates = [Path(setting)] if setting else [REPO.parent / "shared" / "data", REPO / "data"]
@@ -68,14 +68,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what cannot begin in time, so that `make test-fast` ends when it says, on a busy machine too."""
+    """Skip tests that would start after `--within`, so that `make test-fast` also ends on a busy machine."""
     within = item.config.getoption("--within")
     if within is not None and time.monotonic() - BEGAN > within:
         pytest.skip(NO_TIME)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say what was not tried, and why."""
+    """Print the number of skipped tests for each reason."""
     reports = [item for item in terminalreporter.stats.get("skipped", []) if len(item.longrepr) == 3]
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
     for reason, count in reasons.most_common():
@@ -84,9 +84,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Mark tests of real runs, and begin with their files, which take longest: workers then end together.
+    """Mark the tests of real runs, and run them first. They take longest, so workers end at similar times.
 
-    `-k objectives` takes all tests of the loss library.
+    `-k objectives` selects all tests of the loss library.
     """
     for item in items:
         if item.path.is_relative_to(REPO / "tests" / "unit" / "loss"):

@@ -1,7 +1,7 @@
-"""A GPU that is not there: what code for one launches and holds, traced over tensors without data.
+"""A simulated GPU, which counts the launches and the memory of GPU code on tensors without data.
 
-Tensors on the meta device have shapes and no numbers. Within `traced` they say that they are CUDA's, so that
-code takes the path of a GPU; an operation that would wait for a value raises.
+Tensors on the meta device have shapes but no numbers. Within `traced` they report that they are on CUDA, so
+that code takes the GPU path. An operation that needs a value on the host raises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that only make another view of memory, or memory; Python numbers become arguments of a kernel.
+# Operations that launch no kernel. They create views, allocate memory or wrap a Python number.
 FREE = {
     *("view", "_unsafe_view", "as_strided", "alias", "detach", "t", "transpose", "permute", "expand"),
     *("slice", "select", "split", "split_with_sizes", "unbind", "unsqueeze", "squeeze", "reshape"),
@@ -26,7 +26,7 @@ FREE = {
 
 
 class Trace(TorchDispatchMode):
-    """Counts the launches of operations on a device, by name, and the bytes that they leave alive."""
+    """A dispatch mode that counts operations on a device by name, and the bytes that their results hold."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Trace(TorchDispatchMode):
         counts: Callable[[Tensor], bool] = lambda tensor: True,
         device: str = "meta",
     ) -> None:
-        """inputs: whose memory does not count; counts: says of which other tensors it does."""
+        """inputs: tensors whose memory is not counted. counts: whether to count another tensor's memory."""
         super().__init__()
         self.counts, self.device = counts, device
         self.launches: collections.Counter[str] = collections.Counter()
@@ -71,9 +71,9 @@ class Trace(TorchDispatchMode):
 
 @contextlib.contextmanager
 def traced(*inputs: Tensor, **options: Any) -> Iterator[Trace]:
-    """Within the block operations on the meta device are traced, and it passes for CUDA.
+    """Trace operations on the meta device within the block, and let its tensors report that they are on CUDA.
 
-    The arguments are those of `Trace`.
+    The arguments are passed to `Trace`.
     """
     with (
         mock.patch.object(Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), create=True),

@@ -1,6 +1,6 @@
-"""Which test folders a change needs: those of the rooms it touches, and of the rooms that stand on them.
+"""Select the tests that changed files need. `make test-fast` runs them.
 
-python -m tests.helpers.changed      prints them, for `make test-fast`
+python -m tests.helpers.changed      prints them
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.conftest import REPO
 
 PACKAGES = ("common", "data_prep", "loss", "pipeline", "eval", "experiments")
-# Each path's tests, in tests/unit and tests/launch. The first prefix that fits counts. A file format is also
-# tested where it is read.
+# Prefix of a path -> its tests in tests/unit and tests/launch. The first matching prefix counts. Writers of a
+# file format also need the tests of its readers.
 NEEDED = {
     "pipeline/loss/": ["loss", "pipeline/test_model.py", "pipeline/test_hf.py"],
     "pipeline/control/run_dir.py": ["pipeline", "eval/test_watch.py"],
@@ -33,7 +33,7 @@ NEEDED = {
 
 
 def changed() -> list[str]:
-    """Files that differ from the last commit, or those of the last commit where nothing does."""
+    """Return the files that differ from the last commit, or the files of the last commit if none differs."""
     for command in (["git", "status", "--porcelain", "-uall"], ["git", "show", "--name-only", "--format="]):
         lines = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.splitlines()
         files = [line.split()[-1] for line in lines if line.strip()]
@@ -43,10 +43,10 @@ def changed() -> list[str]:
 
 
 def needed(files: list[str]) -> list[str]:
-    """Tests for changes in `files`: files and folders; a file of no known folder needs all of them."""
+    """Return the tests that changed `files` need. A file with an unknown prefix needs all tests."""
     folders: set[str] = set()
     for file in files:
-        if file.startswith("tests/") and Path(file).match("test_*.py"):  # itself
+        if file.startswith("tests/") and Path(file).match("test_*.py"):  # a test file needs itself
             folders.add(file.split("/", 2)[-1])
             continue
         fitting = next((tests for prefix, tests in NEEDED.items() if file.startswith(prefix)), None)

@@ -1,4 +1,4 @@
-"""Chat templates as models have them, and small tokenizers that have one."""
+"""Chat templates in the styles of real models, and small tokenizers that use them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n" + SAYS + "\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA = (  # [INST] is no special token, the end is EOS; strict about the order of roles
+LLAMA = (  # [INST] is not a special token, EOS ends an answer, and other roles raise
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content|trim + eos_token }}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
 LEARNED = "{% if m.role == 'assistant' %}{% generation %}" + SAYS + "{% endgeneration %}"
-MARKED = CHATML.replace(SAYS, LEARNED + "{% else %}" + SAYS + "{% endif %}")  # says what the assistant says
+MARKED = CHATML.replace(SAYS, LEARNED + "{% else %}" + SAYS + "{% endif %}")  # marks the assistant's text
 THOUGHTS = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
-THINKING = CHATML.replace(SAYS, THOUGHTS + SAYS)  # as Qwen3's: only the last answer has thoughts
-SILENT = CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "")  # nothing ends an answer
+THINKING = CHATML.replace(SAYS, THOUGHTS + SAYS)  # like Qwen3: only the last answer has thoughts
+SILENT = CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "")  # no token ends an answer
 TODAY = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}1 Jan 2024{% endif %}"
 DATED = TODAY + CHATML
 CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}"
@@ -32,7 +32,7 @@ TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CALLING
 
 @cache
 def tokenizer_with(template: str) -> Path:
-    """A tokenizer with ChatML's tokens and a template, as `prepare` saves it; the original is its parent."""
+    """Save a tokenizer with ChatML's tokens and a template like `prepare`. The original is in the parent."""
     original = lasting_directory()
     tokenizer = load_tokenizer(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})

@@ -1,4 +1,4 @@
-"""Small made-up corpora, a small tokenizer and short ways to prepare data, for the tests of data_prep."""
+"""Small synthetic corpora, a small tokenizer and shortcuts to prepare data, for the tests of data_prep."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
-    """Rows as JSON lines; strings are rows of text."""
+    """Write rows as JSON lines. A string becomes a row of text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     trees = ({"text": row} if isinstance(row, str) else row for row in rows)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in trees), encoding="utf-8")
@@ -71,7 +71,7 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def lasting_directory() -> Path:
-    """A new directory that is there until this process ends."""
+    """Return a new directory that exists until this process ends."""
     directory = Path(tempfile.mkdtemp(prefix="emo-tests-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
@@ -79,7 +79,7 @@ def lasting_directory() -> Path:
 
 @cache
 def tiny_tokenizer() -> Path:
-    """A saved sentencepiece tokenizer of 400 pieces; `model/tokenizer.model` in it is the original."""
+    """Return a saved tokenizer of 400 sentencepiece pieces. It contains its source, `model/tokenizer.model`."""
     directory = lasting_directory()
     model = directory / "model" / "tokenizer.model"
     train_sentencepiece([*texts(300, seed=99), "### Instruction: Response: Input:"], 400, model)
@@ -88,7 +88,7 @@ def tiny_tokenizer() -> Path:
 
 
 def word_tokenizer(directory: Path, words: list[str]) -> str:
-    """Save a tokenizer with an id for each word, "?" for others and "</s>"; its ids depend on no training."""
+    """Save a tokenizer with fixed ids for "</s>" and each word. Other words become "?", one of `words`."""
     vocab = {token: i for i, token in enumerate(("</s>", *words))}
     backend = Tokenizer(WordLevel(vocab, unk_token="?"))
     backend.pre_tokenizer = Whitespace()
@@ -97,7 +97,7 @@ def word_tokenizer(directory: Path, words: list[str]) -> str:
 
 
 def data_config(root: Path, **data: Any) -> DataConfig:
-    """A configuration with the tiny tokenizer that reads root/a.jsonl; data go to root/prepared."""
+    """Return a configuration to read root/a.jsonl with a tiny tokenizer and write to root/prepared."""
     default: dict[str, Any] = {"dir": str(root / "prepared"), "root": str(root), "sequence_len": 32}
     default |= {"shards": 2, "sources": [{"files": "a.jsonl"}]}
     if "train_tokenizer" not in data:
@@ -106,14 +106,14 @@ def data_config(root: Path, **data: Any) -> DataConfig:
 
 
 def run(config: DataConfig, shard: tuple[int, int] = (0, 1), workers: int = 1, **flags: bool) -> list[str]:
-    """Prepare in this process; what it said. flags: `force` and `finish`."""
+    """Prepare data in this process and return the messages. flags: `force` and `finish`."""
     messages: list[str] = []
     prepare(config, shard, workers, flags.get("force", False), flags.get("finish", False), messages.append)
     return messages
 
 
 def prepared(root: Path, **data: Any) -> DataConfig:
-    """The configuration of what was prepared with it."""
+    """Prepare data and return its configuration."""
     config = data_config(root, **data)
     run(config)
     return config
@@ -124,7 +124,7 @@ def train_set(config: DataConfig) -> TokenDataset:
 
 
 def rows_of(config: DataConfig, split: int = 0) -> list[str]:
-    """The texts that the plan gave to a split, in order, copies included."""
+    """Return the texts that the plan assigns to a split, in order and with their copies."""
     plan, inputs, rows = Plan.load(config.dir / "plan.parquet"), open_inputs(config), []
     for shard in range(split * config.shards, (split + 1) * config.shards):
         for part in plan.parts(inputs, shard):
@@ -134,12 +134,12 @@ def rows_of(config: DataConfig, split: int = 0) -> list[str]:
 
 
 def rejected(config: DataConfig) -> dict[str, int]:
-    """The number of rows that were not used, by reason."""
+    """Return the number of unused rows by reason."""
     return Plan.load(config.dir / "plan.parquet").summary["rejected"]
 
 
 def segments(data: TokenDataset) -> list[tuple[list[int], list[int]]]:
-    """Ids and shifted labels of every segment of every row, padding left out."""
+    """Return the ids and shifted labels of every segment of every row, without padding."""
     results = []
     for row in range(len(data)):
         batch = data.batch(np.array([row]))
@@ -159,7 +159,7 @@ def file_bytes(directory: Path) -> dict[str, bytes]:
 
 
 def random_dataset(directory: Path, rows: int, block: int) -> TokenDataset:
-    """A text data set of random tokens, two segments in each row, by the writer that prepare uses."""
+    """Write a text data set of random tokens, two segments per row, with the writer that `prepare` uses."""
     directory.mkdir(parents=True)
     rng, infos = np.random.default_rng(1), []
     none, two, full = np.zeros(0, np.int64), np.full(1000, 2), np.full(1000, block)

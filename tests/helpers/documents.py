@@ -1,8 +1,8 @@
-"""README.md and docs/ as tests read them: blocks of code, links, and the names that they use.
+"""Read the code blocks, links and names in README.md and docs/.
 
-Code is in fenced blocks. A `bash` block runs unchanged where the repository is installed, unless its first
-line lists what it needs (`# needs: GPUs, hub`). A `yaml` or `python` block whose first line is a file name is
-that file. The reader fills in words in capitals (RECIPE, DIR). The code cells of a notebook are one program.
+Code is in fenced blocks. A `bash` block runs unchanged in an installed checkout, unless its first line lists
+what it needs (`# needs: GPUs, hub`). A `yaml` or `python` block whose first line is a file name holds that
+file. The reader replaces words in capitals (RECIPE, DIR). The code cells of a notebook form one program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "Apptainer", "
 NEEDS |= {"real data", "service", "time"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 ROOMS = "common|data_prep|pipeline|eval|experiments|launch"
-# Programs whose options cannot be checked.
+# Other programs, whose options are not checked.
 FOREIGN = {
     "sbatch",
     "docker",
@@ -50,7 +50,7 @@ FOREIGN = {
     "hf",
     "llama.cpp",
 }
-# Options of Docker that are named without their command.
+# Docker options that the documents mention without a command.
 DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--shm-size", "--tmpfs"}
 LAUNCHERS = ("deepspeed.launcher.runner", "torch.distributed.run")
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
@@ -69,19 +69,19 @@ class Block:
 
     @property
     def needs(self) -> list[str]:
-        """The needs that its first line lists."""
+        """The needs listed in the first line."""
         first = self.text.partition("\n")[0]
         return first.removeprefix("# needs: ").split(", ") if first.startswith("# needs: ") else []
 
     @property
     def file(self) -> str | None:
-        """The name of the file that it is."""
+        """The name of the file that the block holds, or None."""
         match = re.match(r"# ([\w.-]+\.(?:yaml|py))\n", self.text)
         return match[1] if match and self.language in ("yaml", "python") else None
 
     @property
     def commands(self) -> list[str]:
-        """Its lines of bash without remarks."""
+        """The lines of bash without comments."""
         whole = self.text.replace("\\\n", " ").splitlines()
         lines = (re.sub(r"(?:^|\s+)#\s.*$", "", line).strip() for line in whole)
         return [line for line in lines if line]
@@ -102,7 +102,7 @@ def documents() -> list[Path]:
 
 
 def navigation() -> list[str]:
-    """Return the pages in the navigation of the site, by their path in it."""
+    """Return the paths of the pages in the navigation of the site."""
     return re.findall(r": ([\w/.-]+\.md)$", (REPO / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
 
 
@@ -127,7 +127,7 @@ def program(notebook: Path) -> str:
 
 
 def faults(path: Path) -> list[str]:
-    """Return what is wrong with a document, a line each."""
+    """Return a line for each fault of a document."""
     wrong = [
         f"{path.name}:{token.map[0] + 1 if token.map else 0}: {fault}"
         for token in _parsed(path)
@@ -148,7 +148,7 @@ def _parsed(path: Path) -> list[Token]:
 
 
 def _generated(path: Path) -> str | None:
-    """Return the name of a page that exists only in the site, or None."""
+    """Return the name of a page that is generated for the site, or None."""
     name = os.path.relpath(path, site.DOCS)
     return name if name in site.PAGES else None
 
@@ -163,17 +163,17 @@ def _of_token(token: Token, path: Path) -> Iterator[str]:
         name, _, anchor = target.partition("#")
         file = path.parent / name if name else path
         if re.match(r"[a-z]+:", target):
-            return  # the network is not asked
+            return  # external links are not checked
         if not file.exists() and not (path.is_relative_to(site.DOCS) and _generated(file)):
             yield f"a link to {target}, which is not there"
         elif _generated(file) == "reference/api.md":
-            return  # its anchors are made by mkdocstrings
+            return  # mkdocstrings creates its anchors
         elif anchor and anchor not in _anchors(file):
             yield f"a link to {target}, which has no such heading"
 
 
 def _anchors(path: Path) -> set[str]:
-    """Return the names by which a page's headings are linked, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     heads = (after for token, after in pairwise(_parsed(path)) if token.type == "heading_open")
     plain = ("".join(child.content for child in head.children or ()) for head in heads)
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in plain}
@@ -208,7 +208,7 @@ def _of_block(block: Block) -> Iterator[str]:
 
 
 def _section(tree: Any) -> tuple[type[Section], Any, str]:
-    """Return the model of a YAML file, the part of the file that it describes, and its key."""
+    """Return the class that validates a YAML file, the part that it validates, and the key of that part."""
     if "axes" in tree:
         return Experiment, tree, ""
     if "prompts" in tree:
@@ -217,7 +217,7 @@ def _section(tree: Any) -> tuple[type[Section], Any, str]:
 
 
 def _names(text: str) -> Iterator[str]:
-    """Files, recipe keys and options that are named and not there."""
+    """Yield a message for each missing file, recipe key or option that a text names."""
     for name in _PATH.findall(text):
         if not any(REPO.glob(name)) and not re.search(r"\b[A-Z]{2,}\b", name):
             yield f"{name} is not there"
@@ -227,13 +227,13 @@ def _names(text: str) -> Iterator[str]:
     owner = _owner(text.split())
     if owner in FOREIGN:
         return
-    for flag in _FLAG.findall(re.sub(r"\$\([a-z][^)]*\)", "", text)):  # without commands of the system
+    for flag in _FLAG.findall(re.sub(r"\$\([a-z][^)]*\)", "", text)):  # without command substitutions
         if flag not in options(owner):
             yield f"emo {owner} has no option {flag}" if owner else f"no command has the option {flag}"
 
 
 def unknown_keys(tree: Any) -> list[str]:
-    """Return the keys of a recipe, or of a part of it, that no recipe has."""
+    """Return the keys of a recipe, or of a part of it, that `RunConfig` does not have."""
     try:
         RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -243,7 +243,7 @@ def unknown_keys(tree: Any) -> list[str]:
 
 
 def _owner(words: list[str]) -> str:
-    """Return who reads a command's options: a command of `emo`, another program, or "" for anybody."""
+    """Return the reader of a command's options: a subcommand of `emo`, another program, or "" if unknown."""
     words = [re.sub(r"^[a-z]+=\$\(", "", word) for word in words if not re.match(r"[A-Z_]+=", word)]
     match words:
         case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_] if verb in COMMANDS:
@@ -257,7 +257,7 @@ def _owner(words: list[str]) -> str:
 
 @cache
 def options(owner: str) -> frozenset[str]:
-    """Return the options of a command, or of all, from the code that declares them, without running it."""
+    """Return the options of a subcommand, or of all for "", as found in the code that declares them."""
     rooms = ["data_prep", "pipeline", "eval", "experiments", "tests"]
     specs = [importlib.util.find_spec(name) for name in LAUNCHERS]
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]

@@ -1,4 +1,4 @@
-"""Small models and task data for the evaluation's tests."""
+"""Small models and task data for the tests of evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.said import lines
 
 
 def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: Any) -> Path:
-    """A random LLaMA with a tokenizer, saved as an export is; the same seed gives the same weights."""
+    """Save a random LLaMA and its tokenizer like an export. The same seed gives the same weights."""
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         tokenizer = tiny_tokenizer(directory.parent / "tokenizer")
@@ -33,7 +33,7 @@ def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: 
     settings |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 1024}
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**(settings | config)))
-    with torch.no_grad():  # sharper than an initialised model, so that labels differ by more than rounding
+    with torch.no_grad():  # sharpen predictions, so that the scores of labels differ by more than rounding
         for parameter in model.parameters():
             parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
     model.save_pretrained(directory)
@@ -42,7 +42,7 @@ def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: 
 
 
 def tiny_judge(directory: Path, seed: int = 7, **config: Any) -> Path:
-    """A model whose every token is `1` or `2`, by what it read: one token is a verdict as PandaLM's."""
+    """Save a model that generates only `1` or `2`, depending on its input. Both are verdicts for PandaLM."""
     tiny_model(directory, seed, **config)
     model, tokenizer = load(directory)
     marks = tokenizer("12", add_special_tokens=False).input_ids[-2:]
@@ -55,7 +55,7 @@ def tiny_judge(directory: Path, seed: int = 7, **config: Any) -> Path:
 
 
 def tiny_tokenizer(directory: Path) -> Any:
-    """A sentencepiece tokenizer of 384 pieces of the embedded corpus."""
+    """Return a tokenizer of 384 sentencepiece pieces, trained on the embedded corpus."""
     path = directory / "tokenizer.model"
     if not path.is_file():
         directory.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def _tokenizer_model() -> bytes:
 
 
 def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 24) -> Path:
-    """Rows of the embedded world in the layout of `--data`."""
+    """Write task rows from the embedded data in the layout of `--data`."""
     for task in tasks:
         splits = {"dev": 50, "test": test} if task == "mmlu" else {"train": train, "test": test}
         (directory / task).mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> Path:
-    """Rows as JSON lines."""
+    """Write rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -92,7 +92,7 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `emo ARGUMENTS`, in this process: imports take long."""
+    """Run `emo ARGUMENTS` in this process to save imports. Return the exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*map(str, arguments)])
@@ -100,7 +100,7 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def log_chunks(log: Path) -> None:
-    """From now on note in `log` every chunk that this process, a fork, begins to score."""
+    """Patch this forked process to append a line to `log` for every chunk that it starts to score."""
     score_rows = Job.score_rows
 
     def logged(self: Job, *arguments: Any) -> Any:
@@ -113,7 +113,7 @@ def log_chunks(log: Path) -> None:
 
 
 def is_mistake(*arguments: object) -> bool:
-    """Return whether `emo` refuses them in one line."""
+    """Return whether `emo` rejects the arguments with a one-line error."""
     code, _, err = command(*arguments)
     return code == ExitCode.MISTAKE and len(lines(err)) == 1
 
@@ -125,7 +125,7 @@ def load(directory: Path | str) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def naive_nll(model: Any, ids: list[int]) -> np.ndarray:
-    """-log p of tokens 2..N of one prompt, float64 [N - 1], by the plainest forward there is."""
+    """Return -log p of tokens 2..N of one prompt, float64 [N - 1], from a plain forward pass."""
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
     picked = logits.log_softmax(dim=-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
     return -picked.numpy()

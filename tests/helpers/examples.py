@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md, which tests run."""
+"""Extract the examples of CONTRIBUTING.md, so that tests can run them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import REPO
 
 
 def write_example(name: str, directory: Path) -> Path:
-    """Write an example to the file that its first line names; return its path."""
+    """Write an example to the file named in its first line, and return the path."""
     text = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (code,) = re.findall(rf"```\w+\n(# {re.escape(name)}[:\n].*?)```", text, re.DOTALL)
     (directory / name).write_text(code, encoding="utf-8")

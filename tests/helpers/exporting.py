@@ -1,6 +1,6 @@
-"""Tiny models written as a run exports them, and read by another release of transformers.
+"""Write tiny models as a run exports them, and read them with another release of transformers.
 
-python tests/helpers/exporting.py DIRECTORY ...     (there; prints what it finds as a line of JSON each)
+python tests/helpers/exporting.py DIRECTORY ...     (with that release; prints a line of JSON per directory)
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-TEXTS = "texts.json"  # in an export: to be encoded
-TOKENS = 24  # of the text whose loss is compared
+TEXTS = "texts.json"  # file in an export with the texts to encode
+TOKENS = 24  # length of the rows whose loss is compared
 
 
 def loss(model: Any) -> tuple[float, list[float]]:
@@ -27,7 +27,7 @@ def loss(model: Any) -> tuple[float, list[float]]:
 
 
 def write(model: Any, directory: Path, data: Any = None) -> Path:
-    """Write a model as a run exports it; `data` is the configuration of prepared data."""
+    """Write a model as a run exports it. `data` is the configuration of prepared data."""
     from emo.pipeline.config import RunConfig
     from emo.pipeline.model.export import check_export, view_model, write_export
 
@@ -39,7 +39,7 @@ def write(model: Any, directory: Path, data: Any = None) -> Path:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Return the loss of an export as this release of transformers loads it, and its keys that do not fit."""
+    """Load an export with this release of transformers, and return its loss and its mismatched keys."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -66,9 +66,9 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path) -> dict[str, Any]:
-    """Return the ids of texts.json in this release, and what the `gguf` package reads.
+    """Return the ids of texts.json with this release, and the vocabulary data that the `gguf` package reads.
 
-    Raises ValueError where `generate` does not take what the tokenizer returns.
+    Raises ValueError if `generate` does not accept the output of the tokenizer.
     """
     import gguf
     import transformers

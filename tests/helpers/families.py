@@ -1,4 +1,4 @@
-"""Tiny random models of many families, as different in their masks, positions and heads as families are."""
+"""Tiny random models of many families, which differ in masks, positions and heads."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": BASE,  # its head has a bias
     "stablelm": PAIRED,
     "granite": BASE | {"logits_scaling": 4.0},
-    "hyperclovax": BASE | {"logits_scaling": 4.0},  # the same name, but a factor
-    "minicpm3": BASE | {"dim_model_base": 8},  # divides hidden states: the same
+    "hyperclovax": BASE | {"logits_scaling": 4.0},  # multiplies by this number. Granite divides
+    "minicpm3": BASE | {"dim_model_base": 8},  # divides hidden states, with the same effect
     "cohere": BASE | {"logit_scale": 0.25},
     "xlstm": XLSTM | {"output_logit_soft_cap": 3.0},
     "openai-gpt": OLD,
-    "gpt_bigcode": OLD | {"n_inner": 48},  # one head of keys for all
+    "gpt_bigcode": OLD | {"n_inner": 48},  # all heads share one head of keys
     "bart": BART | {"d_model": 32, "max_position_embeddings": 64},
     "bert-generation": BASE | {"is_decoder": True},
     "lfm2": PAIRED | {"full_attn_idxs": [1]},
@@ -89,7 +89,7 @@ BY_LAYER = {
 PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "pad_token_id": 0}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 
-# More families whose exports other programs read; a name ends with what is special about it.
+# More families whose exports other programs read. The suffix of a name is the variant.
 EXPORTED: dict[str, dict[str, Any]] = {
     "llama-llama3": PAIRED | {"rope_parameters": LLAMA3},
     "llama-linear": PAIRED | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
@@ -226,11 +226,11 @@ EXPORTED: dict[str, dict[str, Any]] = {
     | {"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2}
     | {"rope_parameters": BY_LAYER | {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}},
 }
-EAGER = ("gemma2",)  # soft-capped attention has no SDPA form
+EAGER = ("gemma2",)  # SDPA does not support soft-capped attention
 
 
 def family(name: str, attn: str | None = None, **changes: Any) -> Any:
-    """A tiny model of family `name` in evaluation mode; weights large enough for attention to matter."""
+    """Return a tiny model in evaluation mode. Its weights are large enough for attention to matter."""
     settings = copy.deepcopy({"vocab_size": VOCAB} | (FAMILIES | EXPORTED)[name] | changes)
     model_type = name if name in CONFIG_MAPPING else name.rpartition("-")[0]
     config = AutoConfig.for_model(model_type, **settings)
@@ -245,7 +245,7 @@ def family(name: str, attn: str | None = None, **changes: Any) -> Any:
 
 
 def tiny_llama(vocab_size: int, **changes: Any) -> LlamaForCausalLM:
-    """A random LLaMA, the same at every call, whose predictions are far from even."""
+    """Return a random LLaMA with far from uniform predictions. Every call returns the same weights."""
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     settings = {"initializer_range": 0.3, "use_cache": False}
@@ -253,7 +253,7 @@ def tiny_llama(vocab_size: int, **changes: Any) -> LlamaForCausalLM:
 
 
 def by_hand(model: Any, slope: float = 1.0) -> None:
-    """Compute the norms and products of a LLaMA in another way; with a `slope` their gradients are wrong."""
+    """Compute norms and MLPs of a LLaMA in another way. A `slope` other than 1 scales gradients of norms."""
 
     def norm(module: Any, x: Tensor) -> Tensor:
         y = torch.nn.functional.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
