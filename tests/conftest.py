@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests that would start after `--within`, so that `make test-fast` also ends on a busy machine."""
+    """Skip tests that would start after `--within`, so that `make test-fast` has a bounded duration."""
     within = item.config.getoption("--within")
     if within is not None and time.monotonic() - BEGAN > within:
         pytest.skip(NO_TIME)

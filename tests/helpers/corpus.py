@@ -79,7 +79,7 @@ def lasting_directory() -> Path:
 
 @cache
 def tiny_tokenizer() -> Path:
-    """Return a saved tokenizer of 400 sentencepiece pieces. It contains its source, `model/tokenizer.model`."""
+    """Return a saved tokenizer of 400 sentencepiece pieces. `model/tokenizer.model` in it is the original."""
     directory = lasting_directory()
     model = directory / "model" / "tokenizer.model"
     train_sentencepiece([*texts(300, seed=99), "### Instruction: Response: Input:"], 400, model)

@@ -1,6 +1,6 @@
-"""The parsers of files that others write, each with sound files of its kind.
+"""The parsers of untrusted files, each with valid files to damage.
 
-A further one is a function of a directory: `@target("judges' replies", files(a__txt="..."))`.
+To add a parser, decorate a function of a directory with `@target("judges' replies", files(a__txt="..."))`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LONG = "x" * 300
 
 
 def files(**content: Any) -> Callable[[Path], None]:
-    """Return a maker of files; `__` in a name stands for a dot, and what is no text is written as JSON."""
+    """Return a function that writes files. `__` in a name is a dot. Other values than text become JSON."""
 
     def make(directory: Path) -> None:
         for name, value in content.items():
@@ -120,7 +120,7 @@ PLAIN = "\n = A title = \n\nSome text .\n\n = = Part = = \n\nMore .\n\n = Anothe
 
 
 def _read_all(directory: Path, kind: str, name: str, *forms: str) -> None:
-    """Read all rows of files as a worker reads them, in every format, and render conversations."""
+    """Read all rows of files like a worker, in each of `forms`, and render the conversations."""
     for form in forms or ("auto",):
         source = {"files": name, "format": form}
         config = data_config(directory, kind=kind, sources=[source], strict=False, max_chars=10_000)
@@ -267,7 +267,7 @@ REPLIES = {
 
 @target("judges' replies", files(**{f"{name}__txt": text for name, text in REPLIES.items()}))
 def judges_replies(directory: Path) -> None:
-    """Any text, to every judge's parser: a verdict, or none."""
+    """Check that every judge's parser returns a verdict or None for any text."""
     for name in REPLIES:
         text = (directory / f"{name}.txt").read_bytes().decode("utf-8", "surrogateescape")
         assert all(judge.verdict(text) in ("a", "b", "tie", None) for judge in JUDGES.values())
@@ -282,7 +282,7 @@ make_answers = files(a__json=answers_of("a"), b__jsonl=answers_of("b"))
 
 @target("answers", make_answers)
 def answers(directory: Path) -> pairs.Judged:
-    """Two files of answers, and the prompts that are made of them."""
+    """Pair two files of answers, and write the prompts for every judge."""
     judged = pairs.pair_answers(directory / "a.json", directory / "b.jsonl")
     try:
         for judge in JUDGES.values():
@@ -341,7 +341,7 @@ VERDICTS = {
 
 @target("published verdicts", files(**VERDICTS))
 def published_verdicts(directory: Path) -> None:
-    """AlpacaEval's annotations, and the verdicts of PandaLM and Auto-J with the labels of people."""
+    """Read AlpacaEval's annotations, and the verdicts of PandaLM and Auto-J with human labels."""
     for judge, labels, *verdicts in (
         ("alpaca_eval", None, "a.json"),
         ("pandalm", "c.json", "b.json"),

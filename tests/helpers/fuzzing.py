@@ -1,6 +1,6 @@
-"""Damaged files for every parser of files that others write, drawn by hypothesis from sound ones.
+"""Fuzz the parsers of untrusted files. Hypothesis damages valid files.
 
-Reading a damaged file must end soon, in success or in a UserError of one line, and leave no other files.
+Reading a damaged file must take little time, succeed or raise a one-line UserError, and leave no other files.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from emo.common.errors import UserError
 from emo.common.text import printable
 
-SECONDS = 10.0  # of the processor, for a file of some kilobytes
+SECONDS = 10.0  # CPU time for a file of some kilobytes
 Read = Callable[[Path], object]
 
 
 class Target(NamedTuple):
     """A parser and the files that it reads."""
 
-    make: Read  # writes sound files into an empty directory
+    make: Read  # writes valid files into an empty directory
     read: Read
-    damaged: tuple[str, ...]  # the files that are damaged, relative to the directory; empty: all of them
-    crashes: tuple[tuple[str, Any], ...]  # (file, content) that once crashed it; what is not bytes is JSON
+    damaged: tuple[str, ...]  # files to damage, relative to the directory. Empty means all
+    crashes: tuple[tuple[str, Any], ...]  # (file, content) of past crashes. Values except bytes become JSON
 
 
 TARGETS: dict[str, Target] = {}
@@ -39,7 +39,7 @@ TARGETS: dict[str, Target] = {}
 def target(
     name: str, make: Read, *damaged: str, crashes: tuple[tuple[str, Any], ...] = ()
 ) -> Callable[[Read], Read]:
-    """Register the decorated function, which reads the files that `make` wrote, as a target."""
+    """Register the decorated function as a target. It reads the files that `make` wrote."""
 
     def register(read: Read) -> Read:
         TARGETS[name] = Target(make, read, damaged, crashes)
@@ -48,7 +48,7 @@ def target(
     return register
 
 
-# Written as they are into JSON or YAML, in the place of a value.
+# Text that replaces a value of JSON or YAML without quotes.
 RAW = {"@digits@": "9" * 5000, "@deep@": "[" * 5000, "@deep and closed@": "[" * 900 + "]" * 900}
 RAW |= {"@large@": "1e999", "@nan@": "NaN"}
 VALUES = [
@@ -64,7 +64,7 @@ _edits = st.lists(st.tuples(st.integers(0, 5000), _junk), min_size=1, max_size=4
 
 
 def _slots(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every place in a tree: its container, and its key there."""
+    """Yield the container and the key of every value in a tree."""
     items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
     for key, inner in list(items):
         yield value, key
@@ -89,7 +89,7 @@ def _edited(values: list[Any], edits: list[tuple[int, Any]]) -> bytes:
 
 
 def _values(content: bytes) -> list[Any]:
-    """Return the JSON or YAML values of a file, none where it holds something else."""
+    """Return the JSON or YAML values of a file, or an empty list for other content."""
     with contextlib.suppress(ValueError, yaml.YAMLError):
         text = content.decode()
         for parsed in (lambda: [json.loads(text)], lambda: [json.loads(line) for line in text.splitlines()]):
@@ -101,7 +101,7 @@ def _values(content: bytes) -> list[Any]:
 
 
 def damaged(content: bytes) -> st.SearchStrategy[bytes]:
-    bytes_ = st.builds(  # some of its bytes replaced, or cut off
+    bytes_ = st.builds(  # some bytes are replaced or cut off
         lambda start, length, inserted: content[:start] + inserted + content[start + length :],
         st.integers(0, len(content)),
         st.sampled_from((0, 0, 1, 2, 4, 8, 1 << 20)),
@@ -114,7 +114,7 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside the block when it takes more seconds of the processor."""
+    """Raise TimeoutError inside the block if it takes more than `seconds` of CPU time."""
 
     def ring(*_: object) -> None:
         raise TimeoutError(f"more than {seconds:g} s")
@@ -129,7 +129,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def attempt(parser: Target, directory: Path, file: str, content: bytes) -> None:
-    """Read a damaged file in the place of the sound one. Raises whatever should not come of it."""
+    """Read a damaged file in place of the valid one. Raises if the parser crashes, stalls or leaves files."""
     path = directory / file
     sound, files, late = path.read_bytes(), set(directory.rglob("*")), False
     path.write_bytes(content)
@@ -137,7 +137,7 @@ def attempt(parser: Target, directory: Path, file: str, content: bytes) -> None:
         with _at_most(SECONDS):
             parser.read(directory)
     except TimeoutError:
-        late = True  # raised below: hypothesis tells errors apart by where they were interrupted
+        late = True  # raised below, because hypothesis distinguishes errors by their line
     except UserError as error:
         text = str(error)
         assert text and printable(text) == text and "\n" not in text and len(text) <= 2000, ascii(text)[:300]
@@ -151,7 +151,7 @@ def attempt(parser: Target, directory: Path, file: str, content: bytes) -> None:
 
 
 def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
-    """Try damaged files on a target, always the same ones without a seed. Raises for a crash, made small."""
+    """Try damaged files on a target, the same ones unless `seeded`. Raises the error of a minimal crash."""
     parser = TARGETS[name]
     with tempfile.TemporaryDirectory(prefix="fuzz-") as temporary:
         directory = Path(temporary)

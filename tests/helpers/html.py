@@ -1,4 +1,4 @@
-"""A page as a browser reads it: what stands in it, what it asks for, and whether everybody can use it."""
+"""Parse an HTML page, and check that it is well-formed, accessible and self-contained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 class Page(HTMLParser):
-    """Tags, tables, headings, labels and addresses; fails on what is not closed or cannot be used."""
+    """Tags, tables, headings, labels and addresses of a page. Asserts that the page is well-formed."""
 
     VOID = {"meta", "path", "use", "rect", "circle"}
 
@@ -17,9 +17,9 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.addresses: list[str] = []
         self.ids: list[str | None] = []
-        self.images = 0  # without those that only decorate
+        self.images = 0  # without decorative ones
         self.labels: list[str] = []
-        self.tables: list[list[list[str]]] = []  # rows of texts; notes stand behind a space
+        self.tables: list[list[list[str]]] = []  # rows of texts. A space precedes a note
         self.headings: list[tuple[str, str]] = []
         self.feed(text)
         assert not self.open, f"unclosed: {self.open}"
@@ -75,7 +75,7 @@ class Page(HTMLParser):
         return [text for name, text in self.headings if name == "h2"]
 
     def table(self, first: str, *others: str) -> list[dict[str, str]]:
-        """Return the rows of the first table whose head begins with these, without the marks of series."""
+        """Return the rows of the first table whose header begins with these names, without series markers."""
         head = [first, *others]
         names, *rows = next(t for t in self.tables if t[0][: len(head)] == head)
         return [{n: text.lstrip("●■◆▲▼✚") for n, text in zip(names, row, strict=True)} for row in rows]

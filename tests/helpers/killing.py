@@ -1,4 +1,4 @@
-"""Processes that are waited for, or killed with -9 and begun again until one of them is left to end."""
+"""Wait for processes, or kill and restart them until one runs to its end."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import multiprocessing
 import time
 from collections.abc import Callable
 
-FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
+FORK = multiprocessing.get_context("fork")  # a child starts at once, because all imports are done
 
 
 def to_the_end(
     run: Callable[..., object], arguments: tuple[object, ...], kills: int, moment: Callable[[], float]
 ) -> int:
-    """Call run(*arguments) in a process of its own until it ends; how often it was killed, `kills` at most.
+    """Call run(*arguments) in new processes until one ends. Return the number of kills, at most `kills`.
 
-    moment: seconds that the next process has until it is killed. One that fails is an error.
+    moment: returns the seconds until the next process is killed. A process that fails is an error.
     """
     killed = 0
     while True:
@@ -30,7 +30,7 @@ def to_the_end(
 
 
 def wait_for(condition: Callable[[], object], event: str, timeout: float = 300) -> None:
-    """Until a condition holds; generous, because the machine may be busy."""
+    """Wait until a condition holds. The timeout is long, because the machine may be busy."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"no {event} after {timeout:.0f} s"

@@ -1,4 +1,4 @@
-"""Real runs for tests: a tiny prepared recipe, and the product's own launch command on CPU ranks."""
+"""Real runs for tests. They use a tiny prepared recipe and the product's launch command on CPU ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.conftest import REPO
 from tests.helpers.killing import wait_for
 
 BIN = Path(sys.executable).parent
-PATIENCE = 60  # seconds for the other ranks to notice that one failed
+PATIENCE = 60  # seconds that other ranks have to end after one failed
 CHANGES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 ENVIRONMENT = os.environ | CHANGES | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 PIPED: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -56,10 +56,10 @@ train:
 def tiny_recipe(
     directory: Path, sets: tuple[str, ...] = (), data: dict[str, Any] | None = None, **train: object
 ) -> Path:
-    """A recipe of a tiny new LLaMA on a few plain sentences, with its data prepared; returns its path.
+    """Write the recipe of a tiny new LLaMA on simple sentences, prepare its data, and return its path.
 
-    sets: names of validation sets; without any, one is split off. data: settings of that section instead of
-    the usual ones.
+    sets: names of validation sets. If empty, one is split off. data, train: settings that override the
+    sections of RECIPE.
     """
     rng = random.Random(3)
     actors = ["man", "woman", "cat", "dog", "child", "king"]
@@ -93,13 +93,13 @@ def free_port() -> int:
 
 
 def launch_command(ranks: int, *arguments: str, script: str = "continual") -> list[str]:
-    """`deepspeed launch/SCRIPT.sh ARGUMENTS` on `ranks` CPU ranks."""
+    """Return the command `deepspeed launch/SCRIPT.sh ARGUMENTS` on `ranks` CPU ranks."""
     options = [f"--num_gpus={ranks}", f"--master_port={free_port()}"]
     return [str(BIN / "deepspeed"), *options, f"launch/{script}.sh", *arguments]
 
 
 def train_command(ranks: int, *arguments: str) -> list[str]:
-    """`emo train ARGUMENTS` on `ranks` CPU ranks."""
+    """Return the command `emo train ARGUMENTS` on `ranks` CPU ranks."""
     options = [f"--num_gpus={ranks}", f"--master_port={free_port()}"]
     return [sys.executable, "-m", "emo", "train", *options, "--", *arguments]
 
@@ -107,8 +107,8 @@ def train_command(ranks: int, *arguments: str) -> list[str]:
 def popen(
     command: list[str], stdout: int | IO[str] = subprocess.PIPE, **environment: str
 ) -> subprocess.Popen[str]:
-    """Start a command of the product in a separate process group, as a terminal would."""
-    # a shell that runs the tests in the background has made Ctrl-C ignored for all that they start
+    """Start a command in a separate process group, as a terminal does."""
+    # children of a shell that runs the tests in the background ignore Ctrl-C
     options: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     options |= PIPED | {"stdout": stdout, "start_new_session": True}
     return subprocess.Popen(command, cwd=REPO, env=ENVIRONMENT | environment, **options)
@@ -119,23 +119,23 @@ def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
 
 
 def run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end; stdout and stderr together in `.stdout`."""
+    """Run the launch command to its end. `.stdout` has both stdout and stderr."""
     command = launch_command(ranks, *arguments)
     return subprocess.run(command, cwd=REPO, env=ENVIRONMENT, timeout=600, **PIPED)
 
 
 def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The launch script as one process without the launcher: the quick way to its errors."""
+    """Run the launch script as one process without the launcher, to reach its errors quickly."""
     return run_forked([{}], "launch/continual.sh", *arguments)
 
 
 def run_ranks(*command: str, ranks: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND` as the ranks of a group, without a launcher; see `run_forked`."""
+    """Run `python COMMAND` as the ranks of a group, without a launcher. See `run_forked`."""
     return run_forked(_group(environment, ranks), *command)
 
 
 def kill_ranks(run_dir: Path, step: int, *command: str, ranks: int = 2) -> None:
-    """`python COMMAND` as the ranks of a group, which are killed once a step is logged."""
+    """Run `python COMMAND` as the ranks of a group, and kill them once a step is logged."""
     with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
         processes = _forked(_group({}, ranks), command, output.name)
         try:
@@ -147,11 +147,11 @@ def kill_ranks(run_dir: Path, step: int, *command: str, ranks: int = 2) -> None:
 
 
 def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.CompletedProcess[str]:
-    """Run `python COMMAND` once in each of `environments`, at the same time, each in a process of its own.
+    """Run `python COMMAND` in each of `environments` at the same time, in separate processes.
 
-    They are forked from one in which the libraries are imported already, which would take most of a short
-    run's time. The code of the first that fails, the output of all. Those that have not ended a while after
-    one failed are killed.
+    The processes are forked from one that has imported the libraries, because imports take most of a short
+    run's time. The result has the exit code of the first process that fails and the output of all. Processes
+    that still run PATIENCE seconds after a failure are killed.
     """
     with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
         processes = _forked(environments, command, output.name)
@@ -169,14 +169,14 @@ def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.
 
 
 def _group(environment: dict[str, str], ranks: int) -> list[dict[str, str]]:
-    """The environments of the ranks of a group."""
+    """Return the environments of the ranks of a group."""
     group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | environment
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(ranks))]
 
 
 def _forked(environments: list[dict[str, str]], command: Sequence[str], output: str) -> list[Any]:
-    """Processes that have started as `python COMMAND`, one in each environment."""
+    """Start `python COMMAND` in each environment, and return the processes."""
     calls = [(command, ENVIRONMENT | environment, output) for environment in environments]
     processes = [_imported().Process(target=_become, args=call) for call in calls]
     for process in processes:
@@ -186,7 +186,7 @@ def _forked(environments: list[dict[str, str]], command: Sequence[str], output: 
 
 @functools.cache
 def _imported() -> Any:
-    """The process that ranks are forked from: a fresh interpreter with the ranks' environment."""
+    """Start a new interpreter in the ranks' environment, and return the context that forks ranks from it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["emo.pipeline.trainer", "emo.launch.rank", __name__])
     with mock.patch.dict(os.environ, ENVIRONMENT):
@@ -195,8 +195,8 @@ def _imported() -> Any:
 
 
 def _become(arguments: Sequence[str], environment: dict[str, str], output: str) -> None:
-    """In a new process: become what `python ARGUMENTS` is, in this environment."""
-    gc.freeze()  # what is imported stays; DeepSpeed collects often
+    """Run `python ARGUMENTS` in this new process, with this environment."""
+    gc.freeze()  # skip imported objects in collections, which DeepSpeed requests often
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(REPO)
@@ -220,7 +220,7 @@ def losses(run_dir: Path) -> Losses:
 
 
 def metric_names(records: Iterable[dict[str, Any]]) -> set[str]:
-    """Return the keys of records as the glossary spells them: without the names of domains."""
+    """Return the keys of records as in the glossary, which has NAME for the names of domains."""
     names = {key for record in records for key in record if key != "domains"}
     parts = (part for record in records for part in record.get("domains", {}).values())
     return names | {f"domains.NAME.{key}" for part in parts for key in part}
@@ -231,7 +231,7 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 300) -> None:
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """The living processes that have this run directory among their arguments."""
+    """Return the living processes that have this run directory among their arguments."""
     living = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -242,7 +242,7 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
 
 
 def wait_until_gone(run_dir: Path, timeout: float = 300) -> None:
-    """Until no process of a run is left; those that stay longer are killed, and the test fails."""
+    """Wait until all processes of a run have ended. After the timeout, kill the rest and fail the test."""
     try:
         wait_for(lambda: not processes_of(run_dir), "end of all processes", timeout)
     except AssertionError:
@@ -252,7 +252,7 @@ def wait_until_gone(run_dir: Path, timeout: float = 300) -> None:
 
 
 def member(run_dir: Path, name: str) -> psutil.Process | None:
-    """One process of a run: `deepspeed`, `launch.py` or `rank N`; None when it is not there."""
+    """Return a process of a run (`deepspeed`, `launch.py` or `rank N`), or None if it does not exist."""
     for process in processes_of(run_dir):
         with contextlib.suppress(psutil.Error):
             command = process.cmdline()
@@ -267,7 +267,7 @@ def member(run_dir: Path, name: str) -> psutil.Process | None:
 
 @contextlib.contextmanager
 def slow_step(run_dir: Path, seconds: float = 40) -> Iterator[None]:
-    """Run the block at the start of a step that takes `seconds`: rank 1 is late.
+    """Run the block while rank 1 is suspended, and resume it `seconds` later, so that a step is slow.
 
     Launchers kill ranks that have not ended 30 seconds after a signal.
     """

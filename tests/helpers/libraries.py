@@ -1,7 +1,7 @@
-"""What an image with CUDA's libraries holds: python -m tests.helpers.libraries inside it prints it as JSON.
+"""Print JSON about the CUDA libraries of an image: python -m tests.helpers.libraries inside the image
 
-A host without a GPU cannot open a device; what it can is import, resolve every shared library, and load those
-that NCCL looks for when it starts.
+A host without a GPU cannot open a device. It can import the packages, resolve every shared library, and load
+the libraries that NCCL looks for when it starts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ IMPORTED = [
     "emo.pipeline.loss.kernels.objectives",
     "emo.eval.cli",
 ]
-VERBS = ["libibverbs.so.1", "libmlx5.so.1"]  # that NCCL loads by name
-PROVIDERS = Path("/usr/lib/x86_64-linux-gnu/libibverbs")  # that libibverbs loads by device
+VERBS = ["libibverbs.so.1", "libmlx5.so.1"]  # NCCL loads these by name
+PROVIDERS = Path("/usr/lib/x86_64-linux-gnu/libibverbs")  # libibverbs loads files in it by device
 
 
 def unresolved(libraries: list[Path]) -> dict[str, list[str]]:
-    """Return, for each library that no directory of the packages has, those that ask for it."""
+    """Return the names of missing libraries, each with the libraries that need it."""
     paths = ":".join(sorted({str(path.parent) for path in libraries}))
     missing: dict[str, list[str]] = {}
     for path in libraries:
@@ -41,7 +41,7 @@ def unresolved(libraries: list[Path]) -> dict[str, list[str]]:
 
 
 def loads(name: str) -> str:
-    """Return why a library cannot be loaded, or nothing."""
+    """Return why a library cannot be loaded, or an empty string."""
     try:
         ctypes.CDLL(name)
     except OSError as error:
@@ -50,7 +50,7 @@ def loads(name: str) -> str:
 
 
 def size(path: Path) -> int:
-    """Return bytes on disk; 0 for what is not there."""
+    """Return the size on disk in bytes, or 0 if the path does not exist."""
     done = subprocess.run(["du", "-skx", str(path)], capture_output=True, text=True, encoding="utf-8")
     return int(done.stdout.split()[0]) * 1024 if done.stdout else 0
 
@@ -66,7 +66,7 @@ def main() -> None:
         libraries = [*PACKAGES.glob("nvidia/**/*.so*"), *PACKAGES.glob("torch/**/*.so*")]
         libraries += PACKAGES.glob("triton/**/*.so*")
         results |= {"libraries": len(libraries), "missing": unresolved(libraries)}
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))  # which torch has loaded
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))  # torch has loaded it
         ptxas = PACKAGES / "triton/backends/nvidia/bin/ptxas"
         output = subprocess.run([ptxas, "--version"], capture_output=True, text=True, encoding="utf-8").stdout
         results |= {"nccl": version.value, "ptxas": re.findall(r"\bV(\d\S+)", output)}

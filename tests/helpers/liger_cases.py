@@ -1,8 +1,8 @@
-"""Liger's kernels in tiny models, run by Triton's interpreter.
+"""Test Liger's kernels in tiny models with Triton's interpreter.
 
-Collected only by `tests/unit/pipeline/test_kernels.py`, in a process of its own, where liger-kernel is
-installed. The interpreter hands a kernel floats as Python's, and knows no function of CUDA's library. Both
-are fixed here. It cannot compute in bfloat16.
+Only `tests/unit/pipeline/test_kernels.py` collects these tests, in a separate process, if liger-kernel is
+installed. The interpreter passes Python floats to kernels, and lacks the functions of CUDA's library. Both
+are fixed here. The interpreter cannot compute in bfloat16.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_layers_differ_by_rounding(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_step_of_a_llama() -> None:
-    """The fused loss and every gradient; another model of the family keeps its own layers."""
+    """The loss and all gradients are those of the original layers. Other models keep their layers."""
     models = [small("llama") for _ in range(2)]
     original = dict(vars(modeling_llama))
     use_liger(models[0])

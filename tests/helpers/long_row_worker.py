@@ -1,7 +1,7 @@
-"""Memory of a rank on rows of 32k tokens: python -m tests.helpers.long_row_worker FILE N KEY=VALUE...
+"""Measure a rank's memory on rows of 32k tokens: python -m tests.helpers.long_row_worker FILE N KEY=VALUE...
 
-N ranks share a row. Rank 0 writes the bytes between two steps and at the peak of a step, the planned ones,
-and the loss per token.
+N ranks share a row. Rank 0 writes the bytes in use between two steps and at the peak of a step, the planned
+bytes, and the loss per token.
 """
 
 from __future__ import annotations

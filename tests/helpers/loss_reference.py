@@ -1,4 +1,4 @@
-"""Every objective written out naively in float64 with autograd, to compare the fused kernels with."""
+"""Naive references of all objectives in float64 with autograd, for comparison with the fused kernels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EPS = 1e-10
 
 
 def stored_for(labels: Tensor) -> Tensor:
-    """Return a log-probability for every label, as another model would give it."""
+    """Return a log-probability for every label, as if stored from another model."""
     return -0.3 - (labels % 7).double() / 3
 
 
 def inputs(
     n: int = 70, vocab: int = 53, hidden: int = 12, dtype: torch.dtype = torch.float32, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(hidden, weight, labels with every fifth ignored, cost embedding of another width)."""
+    """Return hidden states, weight, labels (every fifth ignored) and a cost embedding of another width."""
     generator = torch.Generator().manual_seed(n + vocab)
     h = (torch.randn(n, hidden, generator=generator) * scale).to(dtype).requires_grad_()
     w = torch.randn(vocab, hidden, generator=generator).to(dtype).requires_grad_()
@@ -40,7 +40,7 @@ def token_losses(
     p = (-m).exp()
     likeliest = log_p.sort(-1, descending=True).values[:, :20].softmax(-1).detach()
     gate = -torch.xlogy(likeliest, likeliest).sum(-1) / likeliest.new_tensor(likeliest.shape[1]).log()
-    shifted = D + p.detach()  # D' of the released code: the gradient is that of D
+    shifted = D + p.detach()  # D' of the released code has the gradient of D
     mixing = 0.8 if gamma is None else gamma
     ratio = (m / (D + EPS)).detach()
     weight = (1 + H.detach()) ** (1.0 if gamma is None else gamma)
@@ -73,13 +73,13 @@ def token_losses(
 
 
 def unit_rows(E: Tensor) -> Tensor:
-    """Rows of length one; zero rows stay zero."""
+    """Scale rows to length one. Zero rows stay zero."""
     norm = E.norm(dim=1, keepdim=True)
     return E / torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
 class LazyCostMatrix:
-    """The matrix of costs, whose rows are computed on access."""
+    """The cost matrix. Its rows are computed on access."""
 
     def __init__(self, E: Tensor) -> None:
         self.unit = unit_rows(E.double())
@@ -90,7 +90,7 @@ class LazyCostMatrix:
 
 
 def cost_matrix(E: Tensor) -> Tensor:
-    """C [V, V] with a zero diagonal."""
+    """Return C [V, V] with a zero diagonal."""
     return LazyCostMatrix(E)[torch.arange(len(E), device=E.device)]
 
 
@@ -98,7 +98,7 @@ def losses_from_logits(
     z: Tensor, labels: Tensor, C: Tensor | LazyCostMatrix, name: str, *, z_loss: float = 0.0,
     label_smoothing: float = 0.0, **params: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, nll, demd) per valid token, float64."""
+    """Return the loss, nll and demd of each valid token in float64."""
     valid = labels != -100
     z, y = z[valid], labels[valid]
     scaled = z / 0.7 if name == "gem" else z
@@ -112,7 +112,7 @@ def losses_from_logits(
     if name == "smoothed":
         k = torch.softmax(-(C[y] ** 2) / (2 * 0.3**2), -1)
         loss = 0.9 * m - 0.1 * (k * log_p).sum(-1)
-    if name == "gem":  # reported at the model's own scale
+    if name == "gem":  # reported with unscaled logits
         m = z.logsumexp(-1) - z.gather(1, y[:, None])[:, 0]
         D = (z.softmax(-1) * C[y]).sum(-1)
     if label_smoothing:
@@ -136,7 +136,7 @@ def reference(
     bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
     **params: float,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Sums and gradients of the sum, all float64, from inputs of any dtype."""
+    """Return sums of loss, nll and demd and the gradients of the loss, in float64 from any dtype."""
     h, W = (x.detach().double().requires_grad_() for x in (hidden, weight))
     b = None if bias is None else bias.detach().double().requires_grad_()
     z = logits_of(h, W, b, softcap, logit_scale)
@@ -152,7 +152,7 @@ def reference(
 
 
 def divergence(name: str, p: Tensor, q: Tensor, Cp: Tensor, **options: float) -> Tensor:
-    """The divergence of each row, by its definition."""
+    """Return the divergence of each row by its definition."""
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         return (a * (a.log() - b.log())).sum(-1)
@@ -174,7 +174,7 @@ def divergence(name: str, p: Tensor, q: Tensor, Cp: Tensor, **options: float) ->
 
 
 def top(log_p: Tensor, k: int) -> TopK:
-    """Return the k most likely entries and the rest."""
+    """Return the k most likely entries, and the log-probability of the rest."""
     values, ids = log_p.topk(k)
     return TopK(ids, torch.cat((values, log_p.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)), 1))
 
@@ -185,17 +185,17 @@ def divergence_reference(
     logit_scale: float = 1.0, weight: float = 1.0, mle: float = 0.0, smoothing: float = 0.0,
     temperature: float = 1.0, k: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Sums and gradients of mle * MLE + weight * the divergence, smoothed, float64.
+    """Return sums and gradients of mle * MLE + weight * divergence with label smoothing, in float64.
 
-    log_p [N, V] is the teacher's, of which k entries and the rest are stored (0: all); `transport` returns
-    C p of rows p.
+    log_p [N, V]: the teacher's log-probabilities. k: number of entries stored next to the rest, 0 for all.
+    transport: returns C p of rows p.
     """
     leaves = {"d_hidden": h, "d_weight": w} | ({} if bias is None else {"d_bias": bias})
     wide = {key: leaf.detach().double().requires_grad_() for key, leaf in leaves.items()}
     z = logits_of(wide["d_hidden"], wide["d_weight"], wide.get("d_bias"), softcap, logit_scale)
     used = labels != -100
     q, p = (z[used] / temperature).softmax(-1), log_p[used].exp()
-    Cp = p if k else transport(p)  # stored entries know no costs
+    Cp = p if k else transport(p)  # stored entries have no costs
     if k:
         ids = p.topk(k).indices
         p, q = (torch.cat((x.gather(1, ids), x.scatter(1, ids, 0.0).sum(1, keepdim=True)), 1) for x in (p, q))
@@ -211,7 +211,7 @@ def fused_step(
     hidden: Tensor, weight: Tensor, labels: Tensor, objective: Any, cost: CostEmbedding | None = None, *,
     bias: Tensor | None = None, **options: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The fused loss's sums and new gradients of the sum, under the names of `reference`, and `tokens`."""
+    """Return the sums and gradients of the fused loss under the names of `reference`, and `tokens`."""
     leaves = {"d_hidden": hidden, "d_weight": weight} | ({} if bias is None else {"d_bias": bias})
     for leaf in leaves.values():
         leaf.grad = None
@@ -224,7 +224,7 @@ def fused_step(
 
 
 def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor], bound: float) -> None:
-    """Assert that every value of `want` is reached up to `bound` in relative norm."""
+    """Assert that `got` equals every value of `want` up to the relative error `bound`."""
     for key, value in want.items():
         assert relative_error(got[key], value) <= bound, key
 

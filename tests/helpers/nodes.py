@@ -1,10 +1,9 @@
-"""Hosts of a cluster on one machine: python -m tests.helpers.nodes torchrun HOST,HOST,... LOGS WORDS
+"""Simulate cluster hosts on one machine: python -m tests.helpers.nodes torchrun HOST,HOST,... LOGS WORDS
 
-Each HOST is a network namespace that is there already. Its torchrun, with these WORDS, is forked from this
-process, in which the libraries are imported, and by torchrun's own --run-path and --start-method so are the
-ranks: they share most of their memory, and nobody imports again. What a host prints goes to LOGS/HOST.log,
-and the exit code of each torchrun to stdout. Ranks of SLOW_HOST (environment) are late by SLOW_SECONDS to
-every step, and in all that preflight measures.
+Each HOST is an existing network namespace. This process imports the libraries, and forks a torchrun with the
+arguments WORDS for each host. Torchrun forks its ranks too (--run-path, --start-method), so that all share
+memory and import nothing again. A host's output goes to LOGS/HOST.log, and its exit code to stdout. Ranks of
+$SLOW_HOST delay every step and everything that preflight measures by $SLOW_SECONDS.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 def enter(host: str) -> None:
-    """Move this process to the network of a host, and give it the host's name."""
+    """Move this process to the network of a host, and set its hostname."""
     with Path("/run/netns", host).open("rb") as network:
         if LIBC.setns(network.fileno(), CLONE_NEWNET) or LIBC.unshare(CLONE_NEWUTS):
             raise OSError(ctypes.get_errno(), f"cannot enter {host}")
@@ -40,7 +39,7 @@ def enter(host: str) -> None:
 
 
 def be_late(seconds: float) -> None:
-    """Have the ranks of this host turn to each step so much later."""
+    """Delay every step and preflight measurement of this host's ranks."""
     read = Loader.step
 
     def late(*args: Any, **options: Any) -> Any:
@@ -52,7 +51,7 @@ def be_late(seconds: float) -> None:
 
 
 def rank(script: str, *arguments: str) -> None:
-    """Be a rank; one that has finished returns, which torchrun waits for."""
+    """Run a rank. A successful rank returns, as torchrun expects."""
     leave = program.leave
 
     def left(code: int) -> NoReturn:
@@ -69,7 +68,7 @@ def rank(script: str, *arguments: str) -> None:
 
 
 def torchrun(host: str, log: Path, words: list[str]) -> None:
-    """Be the torchrun of a host."""
+    """Run the torchrun of a host."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -80,9 +79,9 @@ def torchrun(host: str, log: Path, words: list[str]) -> None:
 
 
 def main(names: str, logs: str, *words: str) -> None:
-    """Start the hosts, and wait for all."""
+    """Start all hosts and wait for them."""
     elastic.run_script_path = rank
-    # It goes through all modules, of which a real torchrun has few, at every word that nodes exchange.
+    # The original inspects all modules at every message between nodes. A real torchrun imports few of them.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     gc.freeze()
     hosts = {}

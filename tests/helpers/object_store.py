@@ -1,7 +1,7 @@
-"""An object store in a directory: `bucket://NAME/...` for fsspec, with the guarantees of S3 and its failures.
+"""An object store in a directory for fsspec, `bucket://NAME/...`, with the guarantees and failures of S3.
 
-Files appear completely or not at all, and exactly one of several writers creates a file. Processes that fork
-share it. It needs no package and no server; tests/campaigns/stores.py has a real server.
+A file appears complete or not at all, and exactly one of several writers creates it. Forked processes share
+the store. It needs no server. tests/campaigns/stores.py has a real one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = "EMO_TEST_BUCKETS"
 
 
 class Bucket(LocalFileSystem):
-    """Files below the directory that the environment names."""
+    """Files below the directory in the environment variable ROOT."""
 
     protocol = "bucket"
 
@@ -49,7 +49,7 @@ class Bucket(LocalFileSystem):
         write(part)
         publish(part, path)
         Path(part).unlink(missing_ok=True)
-        _fail()  # the answer is lost
+        _fail()  # the response is lost
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         _fail()
@@ -68,7 +68,7 @@ def _fail() -> None:
 
 @contextmanager
 def bucket(root: Path) -> Iterator[Path]:
-    """Make the store available for a block, with the local copies in another directory; return its files."""
+    """Provide the store and a directory of local copies within a block, and yield the buckets' directory."""
     (root / "buckets").mkdir()
     fsspec.register_implementation("bucket", Bucket, clobber=True)
     objects._open_store.cache_clear()

@@ -1,4 +1,4 @@
-"""Packed rows as the trainer gets them, and the documents that they are made of."""
+"""Packed rows as the trainer gets them, and the documents in them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from emo.common.causal_lm import IGNORE
 from tests.helpers.families import VOCAB
 
-ROWS = ([5, 9, 1, 7], [13, 4], [22])  # tokens of the documents; what is left of a row is padding
+ROWS = ([5, 9, 1, 7], [13, 4], [22])  # tokens of each document. The rest of a row is padding
 WIDTH = 22
 
 
 def packed_rows() -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of documents and padding: ids, shifted labels, positions, each [b, L]."""
+    """Return the ids, shifted labels and positions of packed rows, each [b, L]."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.zeros(len(ROWS), WIDTH, dtype=torch.int64)
     labels = torch.full_like(ids, IGNORE)
@@ -31,7 +31,7 @@ def packed_rows() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def documents(ids: Tensor) -> list[Tensor]:
-    """The documents of `packed_rows` that have anything to predict, without padding."""
+    """Return the documents of `packed_rows` that have more than one token, without padding."""
     parts: list[Tensor] = []
     for row, lengths in zip(ids, ROWS, strict=True):
         parts += row[: sum(lengths)].split_with_sizes(lengths)

@@ -1,4 +1,4 @@
-"""docs/report.png: the top of an evaluation report on invented results, as a browser shows it."""
+"""Write docs/report.png, a browser's picture of the top of an evaluation report on invented results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_page(directory: Path) -> str:
 
 
 def source(html: str) -> bytes:
-    """Return the PNG chunk that records which page a picture shows."""
+    """Return the PNG chunk that identifies the page in a picture."""
     data = b"tEXtSource\0" + hashlib.sha256(html.encode()).hexdigest().encode()
     return struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
 

@@ -1,11 +1,11 @@
-"""The public part of the real data that tests and benches read, fetched from the hub: `make data`.
+"""Fetch the public part of the real data for tests and benches from the hub (`make data`).
 
     python -m tests.helpers.public_data DIRECTORY
 
-The tasks' rows have the ids in eval/icl/tasks; the rest is listed here. What is there already stays, so the
-same command goes on where it stopped. What has no public id (small checkpoints, copies with halved test
-splits) is not fetched, and tests of it are skipped. Exit codes: 0 all is there, 1 something could not be
-fetched, 2 no directory.
+The files in eval/icl/tasks have the ids of tasks, and SETS has the others. Existing files are kept, so the
+same command continues an interrupted fetch. Data without a public id (small checkpoints, copies with halved
+test splits) is not fetched, and its tests are skipped. Exit codes: 0 complete, 1 some files could not be
+fetched, 2 DIRECTORY is missing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Rows(NamedTuple):
     config: str | None
     revision: str | None
     split: str
-    columns: tuple[str, ...]  # `text` alone where the file is text
-    limit: int | None = None  # rows at most, its first ones
+    columns: tuple[str, ...]  # only `text` for a text file
+    limit: int | None = None  # maximum number of rows, from the start
 
 
 class Files(NamedTuple):
@@ -43,7 +43,7 @@ class Files(NamedTuple):
 
 
 WIKITEXT = "b08601e04326c79dfdd32d625aee71d232d685c3"
-# Under the names that tests know: directory or file -> what it is made of.
+# Directory or file, as tests name it -> its source.
 SETS: dict[str, Rows | Files] = {
     **{
         f"lm/{config}/{split}.txt.zst": Rows("Salesforce/wikitext", config, WIKITEXT, split, ("text",))
@@ -64,7 +64,7 @@ SETS: dict[str, Rows | Files] = {
 
 
 def fetch(directory: Path, sets: dict[str, Rows | Files], tasks: Iterable[str]) -> list[str]:
-    """Make what is missing below `directory`; return a line for each thing that could not be made."""
+    """Make the missing files below `directory`. Return a line for each file that could not be made."""
     makers: dict[Path, Callable[[Path], None]] = {}
     for name, source in sets.items():
         if isinstance(source, Rows):
@@ -83,14 +83,14 @@ def fetch(directory: Path, sets: dict[str, Rows | Files], tasks: Iterable[str]) 
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             make(path)
-        except Exception as error:  # the libraries raise a dozen kinds: no network, no such id, no access
+        except Exception as error:  # libraries raise many types, for example without network or access
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             missing.append(f"{path}: {kind}{one_line(error, 150)}")
     return missing
 
 
 def _rows(source: Rows) -> Iterator[dict[str, Any]]:
-    """Yield rows as they come, so that the first of a large set are here before the rest is."""
+    """Stream rows, so that a limit avoids downloading the rest of a large set."""
     from datasets import load_dataset
 
     options = {"split": source.split, "revision": source.revision, "streaming": True}
@@ -99,7 +99,7 @@ def _rows(source: Rows) -> Iterator[dict[str, Any]]:
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a compressed file of JSON lines, or of text where its name says so; whole or not at all."""
+    """Write a compressed file of text (.txt.zst) or JSON lines atomically."""
     text = path.name.endswith(".txt.zst")
 
     def write(sink: Any) -> None:

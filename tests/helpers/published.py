@@ -1,22 +1,22 @@
-"""Published speeds of training runs, and which of them `plan`'s constants were fitted to.
+"""Published speeds of training runs. Some calibrate the constants of `plan`, and others test them.
 
-Tokens per second and GPU of full-parameter training in bf16 with AdamW; weights, gradients and optimizer are
-shared by all ranks (FSDP, which is ZeRO-3), in ZERO1 the optimizer alone. Each run has one of three marks:
+Speeds are tokens per second and GPU of full-parameter training in bf16 with AdamW. All ranks shard weights,
+gradients and optimizer (FSDP, which is ZeRO-3), or in ZERO1 only the optimizer. Each run has a mark:
 
-    calibrates   the five constants of pipeline/planning/footprint.py were fitted to it: MPT-3B and MPT-30B,
-                 1,024 to 8,192 tokens, up to 64 GPUs
-    held_out     it tests them: MPT-1B, 7B, 13B and 70B likewise, InternLM, up to 128 GPUs, and all LLaMA runs
-    outside      the prediction does not cover it, and the table says how far off it is. Memory is nearly full
-                 and the allocator stalls (30B at 8,192 tokens; A100-40G, 13B and 70B), hundreds of GPUs share
-                 a network, or the ranks of a node hold a whole replica (HSDP)
+    calibrates   The five constants of pipeline/planning/footprint.py were fitted to these runs of MPT-3B and
+                 MPT-30B with 1,024 to 8,192 tokens on up to 64 GPUs.
+    held_out     These runs of MPT, InternLM and LLaMA on up to 128 GPUs test the constants.
+    outside      The prediction does not cover these runs. Their memory is nearly full and the allocator
+                 stalls (30B at 8,192 tokens, A100-40G), hundreds of GPUs share a network, or the ranks of a
+                 node hold a complete replica (HSDP).
 
-MPT: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48. LLaMA on 64 A100:
-pytorch/torchtitan, docs/performance.md at 0413364; on 128 A100, 6 or 8 rows, and HSDP:
-foundation-model-stack/fms-fsdp, README.md at 0d31998; on 128 A100 and 96 H100, 2 rows:
-pytorch/pytorch.github.io, _posts/2024-03-13-maximizing-training.md at 2ad1005; on H200:
-KempnerInstitute/KempnerForge, docs/reference/benchmarks.md and benchmarks/mfu_scaling at 9f3f03a. InternLM:
-InternLM/InternLM, doc/en/train_performance.md at 20fe5ac, tp=1, zero1=-1. Networks are those that they name;
-MPT's on H100 and torchtitan's are assumed, and bf16 gradients where none is said.
+MPT is from mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48. LLaMA is from
+pytorch/torchtitan, docs/performance.md at 0413364 (64 A100), foundation-model-stack/fms-fsdp, README.md at
+0d31998 (128 A100 with 6 or 8 rows, HSDP), pytorch/pytorch.github.io,
+_posts/2024-03-13-maximizing-training.md at 2ad1005 (128 A100 and 96 H100 with 2 rows), and
+KempnerInstitute/KempnerForge, docs/reference/benchmarks.md and benchmarks/mfu_scaling at 9f3f03a (H200).
+InternLM is from InternLM/InternLM, doc/en/train_performance.md at 20fe5ac (tp=1, zero1=-1). Networks are
+those of the sources, or assumed (MPT on H100, torchtitan). Gradients are bf16 if the source gives no type.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LLAMA = {  # hidden, layers, inner, width of keys, vocabulary
 }
 
 MARKS = ("calibrates", "held_out", "outside")
-# MPT: mark, model, tokens of a row, GPUs, rows per pass, passes per step, checkpointing, and tokens/s/GPU on
-# H100-80G (400 GB/s between nodes) and on A100-80G (200)
+# MPT: mark, model, tokens per row, GPUs, rows per pass, passes per step, checkpointing, and tokens/s/GPU on
+# H100-80G (400 GB/s between nodes) and on A100-80G (200 GB/s)
 MPT_TABLE = """
     calibrates  30B  4096    8   1  21  yes   1802    814
     calibrates  30B  2048   32  14   3  yes   2308      -
@@ -87,8 +87,8 @@ MPT_TABLE = """
     outside      7B  2048  512   6   1   no   9670      -
     outside     30B  8192    8   1  21  yes   1384    574
 """
-# Others: mark, model, tokens of a row, GPUs, kind, rows per pass, passes per step, checkpointing, compiled,
-# GB/s that a node reaches others with, bytes of a gradient on its way, tokens/s/GPU
+# Others: mark, model, tokens per row, GPUs, kind, rows per pass, passes per step, checkpointing, compiled,
+# GB/s between nodes, bytes of a gradient when it is reduced, tokens/s/GPU
 TABLE = """
     held_out LLaMA2-13B 4096  64 A100-80G   2  1   no   no  200  4   2162
     held_out LLaMA2-70B 4096  64 A100-80G   2  1  yes   no  200  4    353
@@ -112,8 +112,8 @@ TABLE = """
     outside   LLaMA2-7B 4096 128 A100-80G   2  1   no   no   50  2   3760
     outside  LLaMA2-13B 4096 128 A100-80G   1  1   no   no   50  2   1700
 """
-# The same under a ZeRO-1 that is InternLM's own. Its norms and rotary embeddings are single kernels, as when
-# compiled; it reduces gradients beside the last pass, which DeepSpeed does afterwards.
+# The same columns for InternLM's ZeRO-1. Norms and rotary embeddings are single kernels, as if compiled. It
+# reduces gradients during the last pass. DeepSpeed reduces them after it.
 ZERO1 = """
     held_out InternLM-7B 2048    8 A100-80G   2  4   no  yes   50  2   4062
     held_out InternLM-7B 2048   16 A100-80G   2  4   no  yes   50  2   3842
@@ -126,15 +126,15 @@ ZERO1 = """
 """
 
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf: LLaMA3-8B, two rows of 8,192 tokens on
-# each of 8 H100 with slower memory and less power than ours; eager, and with torch.compile. Half of the
-# matrix products are computed again (selective checkpointing): the truth lies between all of them and none.
+# each of 8 H100, eager and with torch.compile. Memory is slower and power lower than in ACCELERATORS.
+# Selective checkpointing repeats half of the matrix products, so full and no checkpointing are the bounds.
 H100_HBM2E = ACCELERATORS["H100-80G"]._replace(bandwidth_tb=2.4)
 EAGER, COMPILED = 5762, 6667  # tokens/s/GPU
 
 # Peak memory of LLaMA-7B under DeepSpeed 0.14.2, 8 A800, rows of 4,096 tokens (gist d4cd6a20 of chenyaofo):
-# stage, checkpointing, rows per pass, passes, GiB. Whole logits are held there, and no cost or gradient of a
-# head beside them. Its speeds, 0.63 to 0.76 of what is predicted for A100, test nothing: which attention and
-# which links it had is not said.
+# stage, checkpointing, rows per pass, passes, GiB. These runs hold complete logits, but no costs and no
+# separate gradient of the head. Their speeds, 0.63 to 0.76 of the prediction for A100, are not used, because
+# the source names neither attention nor links.
 MEMORY = [
     (2, False, 1, 8, 44.8),
     (2, True, 1, 8, 23.5),
@@ -164,7 +164,7 @@ def predicted(sizes: Sizes, setup: Setup, gpu: Accelerator, network: float) -> f
 
 
 def sizes_of(model: str, block: int) -> Sizes:
-    """A published model in numbers; MPT ties its head to its embedding and learns positions."""
+    """Return the sizes of a published model. MPT ties its head to its embedding and learns positions."""
     if model in MPT:
         hidden, layers = MPT[model]
         body, vocabulary = 12 * layers * hidden**2, 50368
@@ -178,7 +178,7 @@ def sizes_of(model: str, block: int) -> Sizes:
 
 
 def rows() -> list[list[str]]:
-    """Return the lines of the ZeRO-3 tables with the columns of the second."""
+    """Return the rows of both ZeRO-3 tables with the columns of TABLE."""
     lines = [line.split() for line in TABLE.strip().splitlines()]
     for *before, micro, passes, checkpointing, h100, a100 in map(str.split, MPT_TABLE.strip().splitlines()):
         columns = [micro, passes, checkpointing, "no"]

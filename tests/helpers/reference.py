@@ -1,6 +1,6 @@
-"""The configuration reference, made from the recipe's models: python -m tests.helpers.reference
+"""Generate the configuration reference from the recipe's models: python -m tests.helpers.reference
 
-Writes docs/reference/recipe.md, a table of every key, and docs/recipe.schema.json for editors.
+It writes docs/reference/recipe.md with a table of every key, and docs/recipe.schema.json for editors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 
 def sections(cls: type[Section]) -> dict[str, type[Section]]:
-    """Return a section and those below it by name."""
+    """Return a section and the sections below it by class name."""
     results = {cls.__name__: cls}
     pending = [field.annotation for field in cls.model_fields.values()]
     while pending:
@@ -47,7 +47,7 @@ def sections(cls: type[Section]) -> dict[str, type[Section]]:
 
 
 def meanings(cls: type[Section]) -> dict[str, str]:
-    """Return the text below each field of a section, and of those it inherits from, in the source."""
+    """Return the text below each field of a section, inherited fields included, from the source."""
     texts: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if issubclass(base, Section) and base is not Section]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def schema() -> dict[str, Any]:
 
 
 def type_of(field: dict[str, Any]) -> str:
-    """Return a field's type in words: `integer > 0`, `a | b`, `list of Source`, `map of number`."""
+    """Return a field's type as text, such as `integer > 0`, `a | b`, `list of Source` or `map of number`."""
     if "enum" in field:
         return " \\| ".join(f"`{value}`" for value in field["enum"])
     if "anyOf" in field:
@@ -103,7 +103,7 @@ def table(title: str, section: dict[str, Any]) -> list[str]:
         meaning = field["description"].replace("\n", " ").replace("|", "\\|")
         default = field.get("default")
         if isinstance(default, dict) and default:
-            default = None  # a section, whose own table has its defaults
+            default = None  # a section has a table with its defaults
         cell = "" if default is None else f"`{json.dumps(default)}`"
         cell = "required" if name in section.get("required", ()) else cell
         free = " *Free.*" if field.get("mark") == FREE else ""
@@ -121,7 +121,7 @@ def page() -> str:
 def schema_text() -> str:
     tree = schema()
     for section in (tree, *tree["$defs"].values()):
-        section.pop("required", None)  # the recipe that this one extends may have them
+        section.pop("required", None)  # an extended recipe may set them
     return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
 
 

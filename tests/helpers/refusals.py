@@ -1,4 +1,4 @@
-"""What users are told: one line with a code."""
+"""Checks of the errors that users see, which are one line with a code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emo.common.errors import UserError
 
 @contextlib.contextmanager
 def refused(code: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
-    """Expect a UserError of one line with this code within the block."""
+    """Expect a one-line UserError with this code within the block."""
     with pytest.raises(UserError) as error:
         yield error
     assert error.value.code == code and "\n" not in str(error.value), error.value

@@ -1,4 +1,4 @@
-"""Results directories made up from rows that are right or wrong."""
+"""Invented results directories, made from rows that are right or wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPARED = {
 
 
 def write_model(out: Path, name: str, **facts: Any) -> Path:
-    """The directory of a described model without results."""
+    """Write the directory of a model without results."""
     directory = out / MODELS / name
     directory.mkdir(parents=True, exist_ok=True)
     description = {"name": name, "path": f"models/{name}", "weights": store.digest_json(name), "facts": facts}
@@ -33,7 +33,7 @@ def write_result(
     out: Path, name: str, task: str, right: Sequence[bool], groups: Sequence[str] | None = None,
     title: str = "", lost: Sequence[int] = (), **compared: Any,
 ) -> None:  # fmt: skip
-    """A finished result of `name`; compared: conditions that differ from COMPARED; lost: demonstrations."""
+    """Write a finished result. lost: dropped demonstrations per row. compared: changes of COMPARED."""
     key = store.digest_json([str(out), name, task])[:32]
     records: list[dict[str, Any]] = [
         {"row": i, "id": 2 * i, "gold": "a", "prediction": "a" if ok else "b", "demonstrations": [],
@@ -66,7 +66,7 @@ def write_result(
 
 
 def finish(out: Path, when: float = 1.8e9, from_hub: bool = False, hub: str = "SetFit/sst2") -> None:
-    """Seal all results, at a given time, and say where their rows came from, as evaluations do."""
+    """Seal all results at a given time, and record the source of their rows, as evaluations do."""
     for path in (out / MODELS).glob("*/*.json"):
         view = json.loads(path.read_text())
         if path.name == MODEL:
@@ -79,7 +79,7 @@ def finish(out: Path, when: float = 1.8e9, from_hub: bool = False, hub: str = "S
 
 
 def fabricated(out: Path, name: str, right: dict[str, Sequence[bool]], **options: Any) -> Model:
-    """A model whose rows are right or wrong as given, by task."""
+    """Write results of a model by task, and return the model. right: whether each row is right."""
     write_model(out, name)
     for task, rows in right.items():
         write_result(out, name, task, rows, **options)
@@ -91,7 +91,7 @@ GROUPS = ["x", "x", "y", "y", "y", "z"]
 
 
 def finished(out: Path, name: str = "emo", **facts: Any) -> Model:
-    """A model with a plain task and one of three groups, as an evaluation leaves it."""
+    """Write and return an evaluated model with a plain task and a task of three groups."""
     write_model(out, name, **facts)
     write_result(out, name, "sst2", RIGHT, title="SST-2")
     write_result(out, name, "mmlu", RIGHT, GROUPS, title="MMLU")

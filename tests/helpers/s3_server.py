@@ -1,9 +1,9 @@
-"""A small S3 server that keeps objects on disk, so that it can be killed and started again, and that fails.
+"""A small S3 server that injects failures. Its objects are on disk, so that it can be killed and restarted.
 
     python -m tests.helpers.s3_server DIRECTORY PORT [FAIL] [DROP] [SLOW]
 
-FAIL is the share of requests that get a 500, before or after they had their effect. DROP is the share whose
-connection is closed instead. SLOW is how many seconds a listing takes. Buckets are directories.
+FAIL is the share of requests that get a 500, before or after they took effect. DROP is the share whose
+connection is closed instead. SLOW is the duration of a listing in seconds. Buckets are directories.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.conftest import REPO
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Objects of a bucket, each a file whose name is the quoted key."""
+    """Serve objects of buckets. Each object is a file whose name is the quoted key."""
 
     protocol_version = "HTTP/1.1"
     root = Path()
@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         chance = random.random()
         after = random.random() < 0.5
         if chance < self.fail + self.drop:
-            if after:  # it has its effect, and the answer is lost
+            if after:  # the request takes effect, and the response is lost
                 real, self.wfile = self.wfile, open(os.devnull, "wb")  # noqa: PTH123, SIM115
                 self.act(content)
                 self.wfile = real
@@ -136,7 +136,7 @@ def etag(content: bytes) -> str:
 
 
 class S3Server:
-    """The server as a process, with one bucket `data`, and the environment in which clients find it."""
+    """The server as a process with one bucket `data`, and the environment that clients need."""
 
     def __init__(self, root: Path, port: int, *faults: float) -> None:
         (root / "data").mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""A rank of a run that is disturbed: python -m ... WHAT RECIPE [key=value ...], output_dir among them.
+"""Run a rank of a disturbed run: python -m ... WHAT RECIPE output_dir=DIR [key=value ...]
 
-late      a checkpoint's export is not written before a later step was taken
-damaged   a weight of rank 0 is not finite after the second step
-full      after the third step no file may have more than 50 KiB, as if the disk was full
-hanging   rank 1 stays longer in its third step than another waits for it
-slow      rank 1 takes 0.1 s longer to turn to a step, and in each pass of the head
-CLASS@PHASE   one of FAULTS on rank 1, and at the start on all: `starting`, `loading`, `step` or `saving`
+late      a checkpoint's export is not written until a later step is complete
+damaged   a weight of rank 0 is infinite after the second step
+full      after the third step no file can exceed 50 KiB, as if the disk were full
+hanging   rank 1 sleeps after its second step for longer than other ranks wait
+slow      rank 1 needs 0.1 s more to load a step, and for each pass of the head
+KIND@PHASE   rank 1 raises FAULTS[KIND] in the PHASE `loading`, `step` or `saving`, or all ranks in `starting`
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from emo.pipeline.model import export
 from tests.helpers.launching import wait_for
 
 LAST = 4  # the last step of the run
-SEEN = "seen.jsonl"  # beside the run: what was there while an export was about to be written
+SEEN = "seen.jsonl"  # next to the run: checkpoints and targets at the start of each export
 
 
 def late(run_dir: Path) -> None:

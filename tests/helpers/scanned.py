@@ -1,4 +1,4 @@
-"""Scanned rows from arrays, and what a sort in memory would select of them."""
+"""Scanned rows made from arrays, and a reference that selects rows in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parts_of(
     directory: Path, config: DataConfig, source: np.ndarray, hashes: np.ndarray, chars: np.ndarray,
     reasons: np.ndarray, signatures: np.ndarray, weights: list[int], splits: list[int], size: int,
 ) -> list[ScanPart]:  # fmt: skip
-    """Return rows in parts of `size` rows each, every part with a piece for each source in it."""
+    """Write and return parts of `size` rows. A part has a piece for each source in it."""
     near = config.dedup == "near"
     parts = []
     for number, start in enumerate(range(0, len(hashes), size)):
@@ -50,7 +50,7 @@ def select_in_memory(
     config: DataConfig, weights: list[int], splits: list[int], source: np.ndarray, hashes: np.ndarray,
     chars: np.ndarray, reasons: np.ndarray, signatures: np.ndarray,
 ) -> tuple[list[tuple[int, int, int]], list[int]]:  # fmt: skip
-    """Return shard, row and copies of the rows that are used, and all reasons, by the definition."""
+    """Return shard, row and copies of each selected row, and the reasons of all rows, by definition."""
     reason = reasons.tolist()
     copies, split = ([values[number] for number in source] for values in (weights, splits))
 
@@ -58,7 +58,7 @@ def select_in_memory(
         return [row for row in range(len(reason)) if not reason[row]]
 
     def keep_best(groups: dict[int, int], code: int) -> None:
-        """Keep each group's best row of the first split, or where that has none, of every split."""
+        """Keep the best row of each group in the first split, or in every split if the first has none."""
         for group in set(groups.values()):
             members = sorted((split[row], -copies[row], row) for row in groups if groups[row] == group)
             first: set[int] = set()
@@ -82,9 +82,10 @@ def select_in_memory(
 
 
 def _components(rows: list[int], signatures: np.ndarray, threshold: float) -> dict[int, int]:
-    """Row -> group: similar ones, compared with the first and the last before that agrees in a band.
+    """Return the group of each row. Similar rows share a group.
 
-    signatures: uint32 [rows, 1 or 2, PERMUTATIONS]; those of a row together agree in a band, each is similar.
+    Each row is compared with the first and the last earlier row of equal values in a band. signatures: uint32
+    [rows, 1 or 2, PERMUTATIONS]. Bands use the minimum over axis 1. All signatures of two rows must match.
     """
     both = signatures.min(axis=1)
     bands, width = band_shape(threshold)

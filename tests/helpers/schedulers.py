@@ -1,4 +1,4 @@
-"""Stand-ins for the clients of schedulers."""
+"""Stand-ins for the command-line clients of schedulers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERLAY = REPO / "launch/k8s/overlays/cluster"
 
 
 def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
-    """Put commands before all others."""
+    """Write executable commands to `directory`, and put it first on PATH."""
     for name, text in commands.items():
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
@@ -39,7 +39,7 @@ def stand_in_kubectl(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[D
 
 
 def applied(directory: Path) -> tuple[Document, dict[str, Any], list[Document]]:
-    """Return the job that was applied, the environment of its pods, and all documents."""
+    """Return the applied job, the environment of its pods, and all applied documents."""
     documents: list[Document] = list(yaml.safe_load_all((directory / "applied").read_text()))
     (job,) = (tree for tree in documents if tree["kind"] == "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]

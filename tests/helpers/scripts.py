@@ -1,4 +1,4 @@
-"""A paragraph in each of several scripts, some of which put no spaces between words."""
+"""Paragraphs in several scripts. Some scripts have no spaces between words."""
 
 # ruff: noqa: E501, RUF001
 
