@@ -11,7 +11,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Child processes warn about text opened without an encoding. Pytest's workers raise it (see pyproject.toml).
+# Child processes warn about text opened without an encoding. Pytest's workers fail (see pyproject.toml).
 os.environ.setdefault("PYTHONWARNDEFAULTENCODING", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -92,7 +92,7 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
-    """Run `emo ARGUMENTS` in this process to save imports. Return the exit code, stdout and stderr."""
+    """Run `emo ARGUMENTS` in this process without new imports. Return the exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*map(str, arguments)])

@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": BASE,  # its head has a bias
     "stablelm": PAIRED,
     "granite": BASE | {"logits_scaling": 4.0},
-    "hyperclovax": BASE | {"logits_scaling": 4.0},  # multiplies by this number. Granite divides
+    "hyperclovax": BASE | {"logits_scaling": 4.0},  # multiplies logits by this number. Granite divides
     "minicpm3": BASE | {"dim_model_base": 8},  # divides hidden states, with the same effect
     "cohere": BASE | {"logit_scale": 0.25},
     "xlstm": XLSTM | {"output_logit_soft_cap": 3.0},

@@ -151,7 +151,7 @@ def attempt(parser: Target, directory: Path, file: str, content: bytes) -> None:
 
 
 def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
-    """Try damaged files on a target, the same ones unless `seeded`. Raises the error of a minimal crash."""
+    """Try damaged files on a target, always the same ones without `seeded`. Raises a minimal crash."""
     parser = TARGETS[name]
     with tempfile.TemporaryDirectory(prefix="fuzz-") as temporary:
         directory = Path(temporary)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 class Page(HTMLParser):
-    """Tags, tables, headings, labels and addresses of a page. Asserts that the page is well-formed."""
+    """Tags, tables, headings, labels and addresses of a page. Asserts that the page is valid."""
 
     VOID = {"meta", "path", "use", "rect", "circle"}
 

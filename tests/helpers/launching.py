@@ -267,7 +267,7 @@ def member(run_dir: Path, name: str) -> psutil.Process | None:
 
 @contextlib.contextmanager
 def slow_step(run_dir: Path, seconds: float = 40) -> Iterator[None]:
-    """Run the block while rank 1 is suspended, and resume it `seconds` later, so that a step is slow.
+    """Run the block while rank 1 is suspended. Resume the rank `seconds` after the block.
 
     Launchers kill ranks that have not ended 30 seconds after a signal.
     """

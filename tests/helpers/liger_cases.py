@@ -66,7 +66,7 @@ def test_layers_differ_by_rounding(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_step_of_a_llama() -> None:
-    """The loss and all gradients are those of the original layers. Other models keep their layers."""
+    """The loss and all gradients equal those of the original layers. Other models keep their layers."""
     models = [small("llama") for _ in range(2)]
     original = dict(vars(modeling_llama))
     use_liger(models[0])

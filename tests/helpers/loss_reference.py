@@ -230,6 +230,6 @@ def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor], bound: float) 
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the Euclidean norm of the difference relative to that of `want`."""
+    """Return the Euclidean norm of the difference, relative to the norm of `want`."""
     size = want.double().norm()
     return float((got.double() - want.double()).norm() / (size if size > 0 else 1.0))

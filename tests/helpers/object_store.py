@@ -26,7 +26,7 @@ ROOT = "EMO_TEST_BUCKETS"
 
 
 class Bucket(LocalFileSystem):
-    """Files below the directory in the environment variable ROOT."""
+    """Files below the directory in the environment variable that ROOT names."""
 
     protocol = "bucket"
 

@@ -1,7 +1,7 @@
-"""One rank that trains on shared rows: python -m tests.helpers.sequence_worker FILE BLOCK STEPS CASE...
+"""Train a rank on shared rows: python -m tests.helpers.sequence_worker FILE BLOCK STEPS CASE...
 
 Rank 0 writes the loss of every step by case. A case is FAMILY/OBJECTIVE/STAGE/N, such as llama/emo/3/2.
-`train_plain` is the reference: a plain optimizer on complete rows in one process.
+`train_plain` is the reference. It runs a plain optimizer on complete rows in one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.helpers.sharded_worker import Case as Recipe
 
 ROWS = 4
 SHAPE = {"num_attention_heads": 4, "head_dim": 8}
-# Two heads of keys are repeated for four ranks, and one for two. MLPs of qwen3 are tiled if rows are shared.
+# Key heads are repeated if there are more ranks than heads. Qwen3 tiles its MLPs if rows are shared.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SHAPE | {"num_key_value_heads": 2},
     "qwen3": SHAPE | {"num_key_value_heads": 4},
@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A model, its objective and how it is spread over ranks."""
+    """A model, its objective and its distribution over ranks."""
 
     family: str
     objective: str
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 def read_rows(step: int, block: int) -> dict[str, np.ndarray]:
-    """Return rows [ROWS, block] of documents of many lengths, ended by a row with mostly padding."""
+    """Return rows [ROWS, block] of documents of many lengths. Most labels of the last row are ignored."""
     rng = np.random.default_rng(step)
     ids = rng.integers(0, VOCAB, (ROWS, block))
     positions = np.empty_like(ids)
@@ -106,7 +106,7 @@ def train_case(case: Case, world: World, block: int, steps: int) -> list[float]:
     if case.sequence > 1:
         share_rows(world)
     config = load_recipe(Recipe(ADAM, f"zero{case.stage}"))
-    passes = 1 if case.objective == "mile" else ROWS  # it normalises weights per pass
+    passes = 1 if case.objective == "mile" else ROWS  # mile normalises weights per pass
     batch = solve_batch(ROWS, ROWS // passes, world.ranks, case.sequence)
     engine = Engine(build_model(case, block), deepspeed_config(config, batch), world)
     if case.sequence > 1:
@@ -126,7 +126,7 @@ def train_case(case: Case, world: World, block: int, steps: int) -> list[float]:
 
 
 def check_wrong_attention(world: World, block: int) -> str:
-    """Return the error code of the start-up check if ranks get each other's results of attention."""
+    """Return the error code of the start-up check if ranks get each other's attention results."""
     case = Case("llama", "mle", sequence=world.ranks)
 
     def reverse(attention: SequenceAttention, context: Tensor) -> Tensor:

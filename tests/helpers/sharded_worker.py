@@ -1,7 +1,7 @@
-"""One of two ranks: python -m tests.helpers.sharded_worker DIRECTORY
+"""Run one of two ranks: python -m tests.helpers.sharded_worker DIRECTORY
 
-It trains under every ZeRO stage and wrapper, probes partitioned weights, and counts what DeepSpeed sends.
-`train_plain` is the reference: plain optimizers in one process.
+It trains under every ZeRO stage and wrapper, probes partitioned weights, and counts the elements that
+DeepSpeed sends. `train_plain` is the reference. It runs plain optimizers in one process.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ MUON = [*ADAM, "train.optimizer=muon", "train.muon_lr=0.03", "train.max_grad_nor
 class Case(NamedTuple):
     """A recipe and a model."""
 
-    overrides: list[str]  # of the recipe
-    file: str  # name of the DeepSpeed file; of a file that `main` writes if upper-case
+    overrides: list[str]  # recipe keys, as key=value
+    file: str  # DeepSpeed file without .json. `main` writes upper-case ones
     objective: str = "mle"
     tied: bool = False
     checkpointing: bool = False
-    partitioned: bool = False  # from construction on, with a gathered cost embedding
+    partitioned: bool = False  # partition weights at construction, and gather the cost embedding
     frozen_head: bool = False
     accumulation: int = 2
-    kernels: bool = False  # custom layers, which are compared with the originals before the first step
+    kernels: bool = False  # compare custom layers with the originals before the first step
 
 
 CASES = {
@@ -68,7 +68,7 @@ CASES = {
     "emo-3-tied": Case(ADAM, "zero3", "emo", tied=True, checkpointing=True),
     "emo-3-pieces": Case(ADAM, "zero3", "emo", tied=True, partitioned=True),
     "emo-3-frozen": Case(ADAM, "zero3", "emo", frozen_head=True),
-    # partitions small parameters, too
+    # SMALL also partitions small parameters
     "compiled-3": Case([*ADAM, "model.compile=true"], "SMALL", checkpointing=True),
     "kernels-3": Case(ADAM, "SMALL", kernels=True),
     "mile-3": Case(ADAM, "zero3", "mile", accumulation=1),  # normalises weights per pass
@@ -198,7 +198,7 @@ def resume_case(case: Case, config: RunConfig, world: World, saved: Path, univer
 
 
 def train_plain(case: Case) -> dict[str, Any]:
-    """Train in one process on whole batches, with PyTorch's AdamW and Muon as its author wrote it.
+    """Train in one process on complete batches, with PyTorch's AdamW and the original Muon.
 
     https://kellerjordan.github.io/posts/muon
     """
@@ -291,7 +291,7 @@ def counted_elements() -> Iterator[Counter[str]]:
 
 
 def count_traffic(case: str) -> dict[str, int]:
-    """Return the elements that a step of PASSES passes sends. The first step also creates optimizer state."""
+    """Return the elements that the second step sends, by collective. The first creates optimizer state."""
     file, dtype, changes = TRAFFIC[case]
     config = json.loads((REPO / f"ds_configs/{file}.json").read_text(encoding="utf-8"))
     config["zero_optimization"] |= changes | {"reduce_bucket_size": WIDTH * WIDTH}
@@ -328,9 +328,9 @@ def main(directory: Path) -> None:
     for name, case in CASES.items():
         folders = (folder,) if case.file.isupper() else ()
         saved = directory / name if name in RESUMED else None
-        # Muon's step is compiled by default. Only the case about compilation waits for this.
+        # Muon's step is compiled by default, which is slow. Only the case about compilation compiles it.
         stance = "default" if "model.compile=true" in case.overrides else "force_eager"
-        # The graphs are the same without code generation, which takes a minute on a CPU.
+        # This backend gives the same graphs, without code generation, which takes a minute on a CPU.
         as_graphs = mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         with as_graphs, torch.compiler.set_stance(stance):
             results["stages"][name] = run_case(case, load_recipe(case, *folders), world, saved)

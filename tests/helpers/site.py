@@ -1,4 +1,4 @@
-"""A hook of MkDocs: pages that are generated when the site is built, and links to files outside docs/.
+"""A MkDocs hook that generates pages when the site is built, and resolves links to files outside docs/.
 
 `PAGES` has the generated reference pages. A notebook becomes a page. A file or directory of the repository
 that a page links to becomes a page below `source/`, so that the site is complete without a network.
@@ -146,7 +146,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 @cache
 def generated(name: str) -> str:
-    """Return the text of a generated page, by its path below docs/."""
+    """Return the text of the generated page with this path below docs/."""
     return PAGES[name]()
 
 
@@ -163,7 +163,7 @@ def notebook_page(path: Path) -> str:
 
 
 def site_path(path: Path) -> str:
-    """Return the path of a file or directory of the repository in the sources of the site."""
+    """Return the path that a file or directory of the repository has in the sources of the site."""
     if path.is_relative_to(DOCS) and not path.is_dir():
         name = path.relative_to(DOCS)
         return str(name.with_suffix(".md") if name.suffix == ".ipynb" else name)
@@ -193,7 +193,7 @@ def targets(text: str, directory: Path) -> list[tuple[str, Path]]:
 
 
 def rewrite(text: str, path: Path, page: str) -> str:
-    """Return the text of `path` with its links as `page` of the site needs them."""
+    """Return the text of `path` with links rewritten for `page` of the site."""
     known = dict(targets(text, path if path.is_dir() else path.parent))
 
     def replace(match: re.Match[str]) -> str:
@@ -212,7 +212,7 @@ def _cell(text: str) -> str:
 
 
 def outside(files: list[Path]) -> set[Path]:
-    """Return the files and directories outside docs/ that pages link to, directly or over others."""
+    """Return the files and directories outside docs/ that pages link to, directly or indirectly."""
     found: set[Path] = set()
     pending = list(files)
     while pending:

@@ -1,4 +1,4 @@
-"""`emo preflight` of four ranks on hosts 0, 1, 2 and 2, of which host 1 is slow: python -m ... RECIPE."""
+"""Run `emo preflight` as a rank on hosts 0, 1, 2 and 2, of which host 1 is slow: python -m ... RECIPE."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emo.pipeline.planning import health, preflight
 
 
 def measure_slowly(seconds: float) -> None:
-    """Have all that preflight measures on this rank take so much longer."""
+    """Add `seconds` to everything that preflight measures on this rank."""
     measure = health.measure_seconds
 
     def slowly(work: Callable[[], Any], device: torch.device) -> float:

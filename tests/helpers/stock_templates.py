@@ -1,4 +1,4 @@
-"""The chat templates that TRL ships, stand-in tokenizers for them, and what their examples must be."""
+"""The chat templates that TRL ships, stand-in tokenizers for them, and their expected examples."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from emo.data_prep.sources.rows import JudgedRow, judge_rows
 from emo.data_prep.sources.spec import Rejected, RowSpec
 from tests.helpers.corpus import lasting_directory
 
-BAR, LINE = "\uff5c", "\u2581"  # as DeepSeek writes tokens
+BAR, LINE = "\uff5c", "\u2581"  # in the special tokens of DeepSeek
 TAG = re.compile(rf"<\|?[A-Za-z_|/{BAR}{LINE}][\w|/{BAR}{LINE}:.]*\|?>|\[/?[A-Z_]+\]|\[gMASK\]")
 PLAIN_TAGS = re.compile(r"</?(think|tool|tools|arg|function|parameter|IMPORTANT|name|desc|required|type)")
-# The token that ends what the assistant says, by the beginning of a template's name; calls may end otherwise.
+# Prefix of a template's name -> the tokens that end an answer and a message with tool calls.
 ENDS = {
     "cohere2": ("<|END_OF_TURN_TOKEN|>",) * 2,
     "cohere": ("<|END_OF_TURN_TOKEN|>",) * 2,
@@ -46,7 +46,7 @@ CHATML_END = "<|im_end|>"
 
 
 def stock_templates() -> dict[str, str]:
-    """The templates of the installed TRL by name; none where it is not installed."""
+    """Return the templates of the installed TRL by name, or none without TRL."""
     found = importlib.util.find_spec("trl")
     folder = Path(str(found.origin)).parent / "chat_templates" if found else Path("none")
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))}
@@ -59,13 +59,13 @@ def end_of(name: str, calls: bool) -> str:
 
 @cache
 def stand_in(name: str) -> tuple[PreTrainedTokenizerFast, Path]:
-    """A tokenizer with the tokens that a template writes, and the directory that `prepare` makes of it."""
+    """Return a tokenizer with the tokens that a template writes, and the directory that `prepare` saves."""
     template = stock_templates()[name]
     tags = sorted(set(TAG.findall(template)) | {end_of(name, False), end_of(name, True), "<s>"})
     if "<|return|>" in tags:
         tags.append("<|end|>")
     special = [tag for tag in tags if not PLAIN_TAGS.match(tag)]
-    pair = "\u010a\u010a"  # two line breaks are one token: an answer may change how its prompt is encoded
+    pair = "\u010a\u010a"  # two line breaks are one token, so an answer may change the encoding of its prompt
     vocab = {char: i for i, char in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), pair])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[(pair[0], pair[1])]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,7 +87,7 @@ def stand_in(name: str) -> tuple[PreTrainedTokenizerFast, Path]:
 
 
 def messages_of(turns: int, kind: str) -> dict[str, Any]:
-    """A row of so many turns, of one of KINDS."""
+    """Return a row with this number of turns. kind: one of KINDS."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] if kind == "system" else []
     for turn in range(turns):
         answer: dict[str, Any] = {"role": "assistant", "content": f"Answer {turn}."}
@@ -138,20 +138,20 @@ def read_chat(row: dict[str, Any]) -> Chat:
 
 
 def expected(name: str, row: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
-    """Return the ids up to the end of each answer, and what is learned of it, by rendering every prompt."""
+    """Render every prompt. Return the ids up to the end of each answer, and its learned text."""
     tokenizer, _ = stand_in(name)
     options: dict[str, Any] = {"tools": row.get("tools"), "tokenize": False}
     messages = row["messages"]
     try:
         tokenizer.apply_chat_template(messages, **options)
-    except Exception:  # some add text to the content of a call, even where that is null
+    except Exception:  # some templates add text to the content of a call, even to null
         messages = [m | {"content": m["content"] or ""} for m in messages]
-    if name in ("deepseekv3", "deepseek_r1_distill"):  # which take arguments as text
+    if name in ("deepseekv3", "deepseek_r1_distill"):  # these templates take arguments as text
         messages = json.loads(json.dumps(messages))
         for message in messages:
             for call in message.get("tool_calls", ()):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    if name.startswith(("idefics", "smolvlm", "llava")):  # which take content in parts
+    if name.startswith(("idefics", "smolvlm", "llava")):  # these templates take content in parts
         messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
     ids, learned = [], []
     for place, message in enumerate(messages):
@@ -160,13 +160,12 @@ def expected(name: str, row: dict[str, Any]) -> tuple[list[list[int]], list[str]
         prompt = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, **options)
         after = tokenizer.apply_chat_template(messages[: place + 1], **options)
         begun = "<|start|>assistant"
-        if name.startswith("gptoss") and not after.startswith(
-            prompt
-        ):  # reasoning of calls goes with the answer
+        if name.startswith("gptoss") and not after.startswith(prompt):
+            # reasoning before a call is part of the answer
             answer = after[after.rindex(begun) + len(begun) :]
         elif after.startswith(prompt.rstrip()):
             answer = after[len(prompt) if after.startswith(prompt) else len(prompt.rstrip()) :]
-        else:  # DeepSeek-R1: the prompt opens the thinking, which the template leaves out
+        else:  # DeepSeek-R1: the prompt opens the thinking, and the template omits it
             assert prompt.endswith("<think>\n"), "answers are written in another way than asked for"
             thought = message.get("reasoning_content", "")
             assert isinstance(message["content"], str)
@@ -185,7 +184,7 @@ def expected(name: str, row: dict[str, Any]) -> tuple[list[list[int]], list[str]
 
 
 def compare(name: str, row: dict[str, Any]) -> tuple[str, str]:
-    """Return `equal`, `rejected` or `different`, and why."""
+    """Return `equal`, `rejected` or `different`, and the details."""
     tokenizer, saved = stand_in(name)
     template = read_template(saved, name)
     chat = read_chat(row)

@@ -1,4 +1,4 @@
-"""A small sweep with real training runs: its file, starting it, and what it has done so far."""
+"""Write and start a small sweep of real training runs, and read its progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ questions:
 
 
 def small_recipe(root: Path) -> Path:
-    """A recipe of a tiny model on a text of one line, which need not be trained."""
+    """Write the recipe of a tiny model on a text of one line, for tests that do not train."""
     (root / "text.txt").write_text("A line.\n")
     tree = yaml.safe_load(RECIPE) | {"output_dir": str(root / "run")}
     tree["data"] |= {"dir": str(root / "data"), "root": str(root)}
@@ -42,7 +42,7 @@ def small_recipe(root: Path) -> Path:
 
 
 def sweep(tmp_path: Path, recipe: Path, **changes: Any) -> Path:
-    """Write an experiment on a recipe and return its path; `changes` replace its sections."""
+    """Write an experiment on a recipe and return its path. `changes` replace its sections."""
     script, path = tmp_path / "measure.py", tmp_path / "sweep.yaml"
     script.write_text(MEASURE)
     command = f"python {script} {{run}} {{out}}"
@@ -57,7 +57,7 @@ def opened(path: Path, *overrides: str) -> Sweep:
 
 
 def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[RunTask] | None = None) -> None:
-    """Leave what real stages of the tasks leave, without any of all runs."""
+    """Write the results that real stages of `tasks` write, or by default those of all runs."""
     for run, stages in tasks or [RunTask(run, work.stages(run)) for run in work.runs]:
         directory = work.directory(run)
         directory.mkdir(parents=True, exist_ok=True)
@@ -76,6 +76,6 @@ def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def notes(out: Path) -> dict[str, int]:
-    """Return when the note of each stage that is done was written."""
+    """Return the modification time (ns) of the note of each completed stage."""
     results = [path for path in (out / "notes").rglob("*.json") if "seconds" in read_stage_note(path)]
     return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in results}

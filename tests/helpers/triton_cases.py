@@ -1,6 +1,6 @@
-"""The Triton kernels against float64, run by Triton's interpreter.
+"""Test the Triton kernels against float64 with Triton's interpreter.
 
-Collected only by `tests/unit/loss/test_triton.py`, in a process of its own: Triton decides between its
+Only `tests/unit/loss/test_triton.py` collects these tests, in a separate process. Triton chooses between its
 interpreter and its compiler (TRITON_INTERPRET=1) when it is first imported.
 """
 
@@ -33,7 +33,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from emo.pipeline.loss.kernels import teacher as kernels_teacher
 
     monkeypatch.setattr(kernels_triton, "BLOCK", 64)
-    monkeypatch.setattr(kernels_teacher, "BLOCK", 16)  # a vocabulary of 47
+    monkeypatch.setattr(kernels_teacher, "BLOCK", 16)  # smaller than the vocabulary of 47
 
 
 def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,7 +44,7 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
     return h, torch.randn(V, H).to(dtype).requires_grad_(), labels, torch.randn(V, H + 4)
 
 
-# What the kernels know of an objective is the scalars that it needs, and their scale: one of each kind.
+# Kernels depend only on the scalars that an objective needs and on its scale. One of each kind is tested.
 KINDS = {(objective.needs, objective.logit_scale): objective.name for objective in map(make, ONE_TARGET)}
 
 
@@ -75,7 +75,7 @@ EVERY_OPTION = {"z_loss": 1e-2, "label_smoothing": 0.2, "softcap": 3.0, "logit_s
     ],
 )
 def test_agrees_with_pytorch_path(dtype: torch.dtype, name: str, options: dict[str, float]) -> None:
-    """Options and bias: the two paths differ by rounding only."""
+    """With options and a bias, the two paths differ only by rounding."""
     results = []
     for kernels in ("triton", "torch"):
         h, w, labels, E = inputs(dtype)
@@ -92,7 +92,7 @@ def test_agrees_with_pytorch_path(dtype: torch.dtype, name: str, options: dict[s
 def test_values_between_padded_rows_never_count(
     name: str, options: dict[str, float], cache_mb: float
 ) -> None:
-    """Rows as they are on an accelerator, 192 numbers apart where 150 are in use, NaN between them."""
+    """NaN between rows does not change the results. Rows are 192 numbers apart, of which 150 are used."""
     h, w, labels, E = inputs(torch.float32)
     results = []
     for rows in (contextlib.nullcontext(), padded_everywhere()):
@@ -120,7 +120,7 @@ def test_divergences_equal_autograd(name: str, params: dict[str, float]) -> None
     against.compare(name, params, torch.float32, 1e-5, "capped", valid=6, kernels="triton")
 
 
-SUM = [("mle", 1.0), ("jsd", 0.3), ("reverse_kl", 0.2)]  # kernels take the divergences one after the other
+SUM = [("mle", 1.0), ("jsd", 0.3), ("reverse_kl", 0.2)]  # kernels process the divergences one by one
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ SUM = [("mle", 1.0), ("jsd", 0.3), ("reverse_kl", 0.2)]  # kernels take the dive
     ],
 )
 def test_a_sum_agrees_with_pytorch_path(dtype: torch.dtype, k: int, options: dict[str, float]) -> None:
-    """Two divergences beside likelihood; live or stored, where at most one token is the rest."""
+    """A sum of MLE and two divergences agrees, with a live teacher and with `k` stored tokens."""
     results = []
     for kernels in ("triton", "torch"):
         torch.manual_seed(0)
@@ -147,8 +147,8 @@ def test_a_sum_agrees_with_pytorch_path(dtype: torch.dtype, k: int, options: dic
         objective = weighted_sum([(make(name), weight) for name, weight in SUM])
         beside = {"bias": bias, "teacher": side, "kernels": kernels, **options}
         results.append(fused_step(h, w, labels, objective, None, **beside))
-        del results[-1]["demd"]  # NaN, without costs
-    # the interpreter cuts digits off where a GPU rounds, for each of the three parts
+        del results[-1]["demd"]  # NaN without costs
+    # the interpreter truncates where a GPU rounds, in each of the three parts
     bounds = {torch.float32: 1e-5, torch.bfloat16: 3 * 6e-3, torch.float16: 2e-3}
     assert_agree(*results, bounds[dtype])
 
@@ -158,7 +158,7 @@ def test_a_sum_agrees_with_pytorch_path(dtype: torch.dtype, k: int, options: dic
     [("kl", 0, 1.0), ("emo_dense", 0, 2.0), ("kl", 7, 2.0), ("tv", 7, 1.0)],
 )
 def test_one_divergence_overwrites_the_logits(name: str, k: int, temperature: float) -> None:
-    """Between padded rows, where NaN never counts; the numbers are the same without a gradient."""
+    """NaN between rows does not change the results. The sums are the same without gradients."""
     h, w, labels, E = reference_inputs(against.N, against.V, against.H, torch.float32, scale=0.4)
     labels[4:] = -100
     objective, cost = get_objective(name, temperature=temperature), CostEmbedding.from_weight(E)
@@ -176,7 +176,7 @@ def test_one_divergence_overwrites_the_logits(name: str, k: int, temperature: fl
 
 
 def test_rows_beyond_32_bit_offsets() -> None:
-    """The third row begins 2^31 numbers after the first; memory that is not touched takes no room."""
+    """A row that begins 2^31 numbers after the first is correct. Untouched memory is never allocated."""
     from emo.pipeline.loss.kernels.teacher import write_divergences
 
     V, apart = against.V, 2**30

@@ -1,6 +1,6 @@
-"""What an operation does besides its result: waits of the host for the device, and shapes of tensors.
+"""Record where the host waits for the device, and the shapes of tensors.
 
-On a GPU PyTorch tells where the host waits; on a CPU the calls are counted that would wait.
+On a GPU, PyTorch reports where the host waits. On a CPU, the calls that would wait are recorded.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that hand a value to the host, or whose result's size depends on values.
+# Operations that return a value to the host, or whose result has a size that depends on values.
 READING = {
     *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"),
     *("unique_consecutive", "unique_dim", "_unique2", "repeat_interleave"),
 }
-# What on a CPU is no operation, or not seen as one: values to the host, or from memory that is not pinned.
+# Calls that are not dispatched as operations on a CPU. They copy to the host, or from unpinned memory.
 MOVING = {"tolist", "cpu", "tensor", "as_tensor", "new_tensor"}
 
 
 @contextlib.contextmanager
 def shapes() -> Iterator[set[torch.Size]]:
-    """Within the block the set takes the shape of every tensor that an operation returns."""
+    """Yield a set that collects the shapes of all tensors that operations return within the block."""
     results: set[torch.Size] = set()
 
     class Watch(TorchDispatchMode):
@@ -42,7 +42,7 @@ def shapes() -> Iterator[set[torch.Size]]:
 
 @contextlib.contextmanager
 def waits() -> Iterator[list[str]]:
-    """Within the block the list grows by a name for each time the host waits."""
+    """Yield a list that gets a name whenever the host waits within the block."""
     names: list[str] = []
 
     class Operations(TorchDispatchMode):

@@ -1,8 +1,7 @@
 """The loss in wrapped models and in Trainer, on one of several ranks.
 
 Every case is one step of SGD on this rank's half of a batch. Its result is compared with one plain process
-that takes the full batch. Half of the tokens of the second rank are ignored: a mean of means would
-show.
+on the full batch. Half of the second rank's tokens are ignored, so that a mean of means is detected.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.helpers.families import tiny_llama
 
 VOCAB, ROWS, LENGTH, RATE = 60, 4, 12, 0.5
 CASES = ("ddp", "fsdp2", "sharded", "checkpointing", "autocast", "compile", "normalised", "own", "trainer")
-OBJECTIVE = {"normalised": "mile", "own": "examples/my_objective.py:unsure"}  # else EMO
+OBJECTIVE = {"normalised": "mile", "own": "examples/my_objective.py:unsure"}  # other cases use EMO
 
 
 def build(case: str, fused: bool = True) -> LlamaForCausalLM:
@@ -35,7 +34,7 @@ def build(case: str, fused: bool = True) -> LlamaForCausalLM:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Ids and labels [ROWS, LENGTH], aligned."""
+    """Return ids and labels [ROWS, LENGTH], not shifted."""
     ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[ROWS // 2 :, : LENGTH // 2] = -100
@@ -43,7 +42,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def step(model: Any, parameters: Callable[[], Any], case: str, part: slice, share: float) -> Tensor:
-    """Take a step on the rows `part`; return the loss. share: what a sum of the loss is divided by."""
+    """Take a step on the rows `part` and return the loss. share: factor that undoes a wrapper's mean."""
     ids, labels = batch()
     tokens = int((labels[:, 1:] != -100).sum())
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
@@ -56,7 +55,7 @@ def step(model: Any, parameters: Callable[[], Any], case: str, part: slice, shar
 
 
 def alone(case: str) -> dict[str, Tensor]:
-    """The truth: one process, the whole batch."""
+    """Return the reference loss and weights, from one process on the full batch."""
     model = build(case)
     loss = step(model, model.parameters, case, slice(None), 1.0)
     return {"loss": loss} | {name: p.detach() for name, p in model.named_parameters()}
@@ -67,7 +66,7 @@ class FusedTrainer(FusedLossMixin, Trainer):
 
 
 def together(case: str, directory: Path) -> dict[str, Tensor]:
-    """This rank's part; the sum of the losses and the whole parameters."""
+    """Train on this rank's part, and return the sum of the losses and the complete parameters."""
     if case == "trainer":  # two micro-batches on every rank
         ids, labels = batch()
         rows = [{"input_ids": x, "labels": y} for x, y in zip(ids.tolist(), labels.tolist(), strict=True)]
@@ -87,14 +86,14 @@ def together(case: str, directory: Path) -> dict[str, Tensor]:
         for layer in (*model.model.layers, model.lm_head):
             fully_shard(layer)
         fully_shard(model)
-        if case == "sharded":  # before it is fused
+        if case == "sharded":  # fused after it is sharded
             fuse_causal_lm(model, "emo")
     else:
         if case == "compile":
             model.model.compile(backend="aot_eager")
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     part = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
-    loss = step(wrapped, model.parameters, case, part, float(ranks))  # both wrappers average
+    loss = step(wrapped, model.parameters, case, part, float(ranks))  # both wrappers average gradients
     dist.all_reduce(loss)
     pairs = ((name, p.detach()) for name, p in model.named_parameters())
     return {"loss": loss} | {n: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for n, p in pairs}

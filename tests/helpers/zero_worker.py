@@ -1,7 +1,7 @@
-"""Memory of one of RANKS ranks under ZeRO: python -m tests.helpers.zero_worker FILE.json
+"""Measure the memory of one of RANKS ranks under ZeRO: python -m tests.helpers.zero_worker FILE.json
 
-The other ranks are simulated: collectives send nothing. The accelerator is a CPU that claims to have streams,
-so that DeepSpeed overlaps and buffers as on a GPU. Tensors are real, and their memory is counted.
+The other ranks are simulated, and collectives send nothing. The accelerator is a CPU that reports streams, so
+that DeepSpeed overlaps and buffers as on a GPU. Tensors are real, and their memory is counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.conftest import REPO
 from tests.helpers.accelerator import Trace
 
 RANKS, PASSES, BLOCK, VOCAB, CHUNK_MB = 4, 2, 8, 256, 0.01
-BUCKET = 128 * 344  # elements, as many as the largest of the parameters, 2.4 million in all
+BUCKET = 128 * 344  # elements of the largest parameter. The model has 2.4 million
 SMALL = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 SMALL += ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 CASES = [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (1, "float32")]
@@ -58,7 +58,7 @@ class Stream:
 
 
 class Accelerator(CPU_Accelerator):
-    """A CPU with the properties of a GPU."""
+    """A CPU that reports the properties of a GPU."""
 
     Stream = Event = Stream  # type: ignore[assignment]
 
@@ -75,7 +75,7 @@ class Accelerator(CPU_Accelerator):
 
 
 def measure_memory(stage: int, dtype: str) -> dict[str, float]:
-    """Return measured bytes between two steps and at the peak of a step, and the planned ones."""
+    """Return the measured bytes between two steps and at the peak of a step, and the planned bytes."""
     dtype, _, states = dtype.partition(" ")
     settings = [
         f"model.dtype={dtype}",
@@ -117,7 +117,7 @@ def main(path: Path) -> None:
     deepspeed.init_distributed(dist_backend="fake")
     with (
         mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None),
-        mock.patch("emo.pipeline.engine.engine.gather_objects", lambda value: [0]),  # of the other ranks
+        mock.patch("emo.pipeline.engine.engine.gather_objects", lambda value: [0]),  # the other ranks
     ):
         results = {name(*case): measure_memory(*case) for case in CASES}
     path.write_text(json.dumps(results), encoding="utf-8")
