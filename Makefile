@@ -62,7 +62,7 @@ quickstart-test: setup ## the quickstart, undisturbed and killed repeatedly; hal
 test: setup lint ## lint, types, tests
 	$(BIN)/python -m $(WHOLE_SUITE)
 
-# Unit tests of the packages that changed since the last commit and of the packages that import them, without launches. It
+# Unit tests of the packages that changed since the last commit and of the readers of their files, without launches. It
 # ends within 90 seconds and prints how many tests it had no time for.
 test-fast: setup ## unit tests of what changed since the last commit, within 90 seconds
 	$(BIN)/python -m pytest $$($(BIN)/python -m tests.helpers.changed) -n 2 --dist loadfile --no-loadscope-reorder -m "not launch and not slow" --within 70

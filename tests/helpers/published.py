@@ -125,12 +125,6 @@ ZERO1 = """
     outside  InternLM-7B 2048 1024 A100-80G   2  4   no  yes   50  2   2271
 """
 
-# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf: LLaMA3-8B, two rows of 8,192 tokens on
-# each of 8 H100, eager and with torch.compile. Memory is slower and power lower than in ACCELERATORS.
-# Selective checkpointing repeats half of the matrix products, so full and no checkpointing are the bounds.
-H100_HBM2E = ACCELERATORS["H100-80G"]._replace(bandwidth_tb=2.4)
-EAGER, COMPILED = 5762, 6667  # tokens/s/GPU
-
 # Peak memory of LLaMA-7B under DeepSpeed 0.14.2, 8 A800, rows of 4,096 tokens (gist d4cd6a20 of chenyaofo):
 # stage, checkpointing, rows per pass, passes, GiB. These runs hold complete logits, but no costs and no
 # separate gradient of the head. Their speeds, 0.63 to 0.76 of the prediction for A100, are not used, because
