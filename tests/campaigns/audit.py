@@ -1,10 +1,10 @@
-"""Advisories against the packages in requirements.lock, and their withdrawn and newer releases.
+"""Check the packages in requirements.lock for advisories, withdrawn releases and newer releases.
 
-    python -m tests.campaigns.audit DIRECTORY      of uv and pip-audit; `make audit` installs them
+    python -m tests.campaigns.audit DIRECTORY      with uv and pip-audit; `make audit` installs them
 
-Only what this Python and platform would install is asked about. A question that could not be asked is named.
-Exit codes: 0 nothing is known against them, 1 something is (a newer release alone is nothing), 2 nothing
-could be asked.
+Only packages that this Python and platform would install are checked. A check that could not run is reported.
+Exit codes: 0 for no finding, 1 for an advisory or a withdrawn release (a newer release does not count), 2 if
+no check could run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pins(text: str) -> dict[str, Version]:
 
 
 def _ask(*command: str | Path, text: str = "", cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-    """Return what a command writes. Raises ValueError where it fails and answers nothing."""
+    """Run a command and return the completed process. Raises ValueError if it fails without output."""
     done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=cwd)
     if done.returncode and not done.stdout.strip():
         raise ValueError(one_line(done.stderr))
@@ -47,7 +47,7 @@ def _ask(*command: str | Path, text: str = "", cwd: Path = REPO) -> subprocess.C
 
 
 def advisories(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
-    """Return known vulnerabilities. Raises ValueError where the service knows nothing of some packages."""
+    """Return known vulnerabilities. Raises ValueError if the service does not answer about any package."""
     options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
     answers = json.loads(_ask(tools / "pip-audit", "-r", file, *options).stdout)["dependencies"]
     packages = [answer for answer in answers if "vulns" in answer]
@@ -58,14 +58,14 @@ def advisories(locked: dict[str, Version], file: Path, tools: Path) -> list[str]
 
 
 def withdrawn(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
-    """Return the releases that their authors have withdrawn. Raises ValueError without the registry."""
+    """Return locked releases that were withdrawn. Raises ValueError if the registry is unavailable."""
     options = ["--dry-run", "--no-deps", "--reinstall", "--python", sys.executable, "-r", file]
     done = _ask(tools / "uv", "pip", "install", *options, cwd=file.parent)
     return [f"{package} {version}: {reason}" for package, version, reason in YANKED.findall(done.stderr)]
 
 
 def newer(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
-    """Return newer releases that this project's bounds allow. Raises ValueError without the registry."""
+    """Return newer releases that this project allows. Raises ValueError if the registry is unavailable."""
     options = ["--quiet", "--upgrade", "pyproject.toml", "-"]
     newest = pins(_ask(tools / "uv", "pip", "compile", *options, text="openicl\n").stdout)
     return [f"{p} {v} -> {newest[p]}" for p, v in locked.items() if p in newest and newest[p] > v]

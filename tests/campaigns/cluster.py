@@ -1,21 +1,21 @@
-"""Hosts, many nodes and a Slurm cluster on one machine: the launchers, really run.
+"""Run the launchers on two hosts, on many nodes and on a Slurm cluster, all on one machine.
 
     python -m tests.campaigns.cluster [--parts hosts nodes slurm scheduled kubernetes] [--nodes 32]
 
 Needs root and Debian's packages.
 
-hosts       two network namespaces with an address, a name and an sshd each. A ZeRO-3 run over them by pdsh,
-            by torchrun and by DeepSpeed without ssh; each must give the losses of the run on one host. A
-            remote rank is killed; preflight looks at both hosts.
-nodes       so many network namespaces on a bridge, with a torchrun and a rank each. A slow rank is named, and
-            one that hangs; a spare replaces a dead node, and of others the run does without; preflight names
-            one that is bad.
-slurm       controller, daemon and munge for a cluster of this one machine; launch/slurm/train.sbatch gets its
-            warning signal, saves, is queued again, and resumes.
-scheduled   evaluation on that Slurm: a job that depends on a training, and the passes of a line of scrontab.
-kubernetes  launch/k8s, as kustomize renders it, against the schemas of several Kubernetes versions.
+hosts       Two network namespaces have an address, a name and an sshd each. pdsh, torchrun and DeepSpeed
+            without ssh start a run on them, which must give the losses of the run on one host. A remote rank
+            is killed. Preflight checks both hosts.
+nodes       --nodes network namespaces on a bridge have a torchrun and a rank each. The run must name a slow
+            rank and a hung rank. A spare replaces a dead node. Without a spare the run continues on fewer
+            nodes. Preflight must name a bad node.
+slurm       A controller, a daemon and munge make a cluster of this machine. launch/slurm/train.sbatch gets
+            its warning signal, saves, is queued again, and resumes.
+scheduled   Evaluation on that cluster, as a job that depends on a training job, and as a line of scrontab.
+kubernetes  launch/k8s, as kustomize renders it, must match the schemas of several Kubernetes versions.
 
-Prints a table and exits 1 when something fails. Where it cannot run it says why and exits 0.
+Prints a table and exits with code 1 if something fails. A part that cannot run is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Environment = dict[str, str]
 
 @contextlib.contextmanager
 def two_hosts(directory: Path) -> Iterator[Environment]:
-    """Two namespaces joined by a cable, an sshd in each; the environment in which `ssh` finds them."""
+    """Connect two namespaces, start an sshd in each, and yield the environment in which `ssh` finds them."""
     servers = []
     try:
         for name in HOSTS:
@@ -86,7 +86,7 @@ def two_hosts(directory: Path) -> Iterator[Environment]:
         wrapper.chmod(0o755)
         everywhere = launching.CHANGES | {"GLOO_SOCKET_IFNAME": "eth0"}
         everywhere |= {"PATH": f"{wrapper.parent}:{launching.ENVIRONMENT['PATH']}"}
-        # what other hosts get reaches them by this file (README: .deepspeed_env)
+        # DeepSpeed passes this environment to other hosts, as docs/how-to/multi-gpu.md describes
         environment = directory / "deepspeed_env"
         environment.write_text("".join(f"{key}={value}\n" for key, value in everywhere.items()))
         (directory / "hostfile").write_text("".join(f"{name} slots=1\n" for name in HOSTS))
@@ -102,13 +102,13 @@ def two_hosts(directory: Path) -> Iterator[Environment]:
 
 
 def start(environment: Environment, *commands: list[str]) -> list[subprocess.Popen[str]]:
-    """Start a command on each host; one alone on the first."""
+    """Start one command on each host. A single command runs on the first host."""
     options = launching.PIPED | {"cwd": REPO, "env": environment}
     return [subprocess.Popen(inside(h, c), **options) for h, c in zip(HOSTS, commands, strict=False)]
 
 
 def finish(processes: list[subprocess.Popen[str]], timeout: float = 240) -> tuple[list[int], str]:
-    """Return exit codes and all output; what still runs after `timeout` is killed and shows as -9."""
+    """Return the exit codes and all output. A process that exceeds `timeout` is killed, with code -9."""
     output = ""
     for process in processes:
         try:
@@ -120,7 +120,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 240) -> tupl
 
 
 def hosts(directory: Path, show: Campaign) -> None:
-    """Every way to start on two hosts, against one; preflight; the loss of a host."""
+    """Compare each way to start on two hosts with one host, run preflight, and kill a remote rank."""
     recipe = launching.tiny_recipe(directory)
     expected = undisturbed(recipe, directory / "one")
     address, port = HOSTS["emo-a"], "29511"
@@ -170,7 +170,7 @@ def hosts(directory: Path, show: Campaign) -> None:
 
 # --- Slurm ------------------------------------------------------------------------------------------------
 
-# A setting each; the node pretends to have two GPUs.
+# One setting per word. The node claims to have two GPUs.
 SETTINGS = """
 ClusterName=emo SlurmctldHost={host}(127.0.0.1) SlurmUser=root SlurmdUser=root AuthType=auth/munge
 AuthInfo=socket={directory}/munge.socket StateSaveLocation={directory} SlurmdSpoolDir={directory}/spool
@@ -187,7 +187,7 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 @contextlib.contextmanager
 def slurm_cluster(directory: Path) -> Iterator[Environment]:
-    """A controller and a daemon for this machine."""
+    """Run a Slurm controller and daemon for this machine."""
     (directory / "spool").mkdir(parents=True)
     text = "\n".join(SETTINGS.split()) + NODES
     config = directory / "slurm.conf"
@@ -234,7 +234,7 @@ def evaluated(run_dir: Path) -> bool:
 
 
 class Job:
-    """A job under observation, or all jobs of an array: what the scheduler said of it, in order."""
+    """A job, or all jobs of an array, with the history of states that the scheduler reported."""
 
     def __init__(self, environment: Environment, log: Path, *command: str | Path) -> None:
         self.environment, self.log = environment, log
@@ -243,7 +243,7 @@ class Job:
         self.history: list[str] = []
 
     def wait(self, until: Callable[[str], object] = lambda _: False, timeout: float = 900) -> str:
-        """Return the job's state once `until` holds of it, or it is over, or the time is up."""
+        """Return the job's state once `until` accepts it, the job has ended, or the time is up."""
         deadline, before = time.monotonic() + timeout, ""
         while True:
             state = ask(self.environment, "scontrol", "show", "job", self.id)
@@ -267,7 +267,7 @@ class Job:
 
 
 def train(environment: Environment, run_dir: Path, *extra: str) -> Job:
-    """Submit train.sbatch; `extra` are options of Slurm (with dashes) and overrides of the recipe."""
+    """Submit train.sbatch. `extra` contains Slurm options (with dashes) and overrides of the recipe."""
     shape = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--mem=2000"]
     shape += [option for option in extra if option.startswith("--")]
     overrides = [option for option in extra if not option.startswith("--")]
@@ -276,14 +276,14 @@ def train(environment: Environment, run_dir: Path, *extra: str) -> Job:
 
 
 def slurm(directory: Path, show: Campaign) -> None:
-    """train.sbatch: cores, the warning before the time limit, the queue again, the end, and a mistake."""
+    """Check a complete run of train.sbatch, the cores of a rank, the warning signal, and a mistake."""
     expected = undisturbed(launching.tiny_recipe(directory), directory / "plain")
     with slurm_cluster(directory / "slurm") as environment:
         job = train(environment, directory / "by-slurm", "train.save_steps=3")
         good = "COMPLETED" in job.wait() and losses(directory / "by-slurm") == expected
         show("slurm", "a whole run", "losses equal", good, job.story())
 
-        # One rank that asks for all cores of the node: the step that srun starts must have them.
+        # One rank requests all cores of the node. The step that srun starts must have them.
         cores = os.cpu_count() or 1
         shape = ("--ntasks-per-node=1", f"--cpus-per-task={cores}", "--gpus-per-node=1")
         job = train(environment, directory / "cores", *shape, *LONG)
@@ -295,8 +295,8 @@ def slurm(directory: Path, show: Campaign) -> None:
         show("slurm", "cores of each rank", words, each == cores)
         job.cancel()
 
-        # Three minutes, warned one minute before, which Slurm may do up to a minute early. A warning that
-        # comes while the run is still starting is answered too, but then only a later life can resume.
+        # The limit is three minutes, with a warning one minute before, which may come a minute early. If the
+        # run is still starting, it also exits with code 75, but only a later launch can resume.
         job = train(environment, directory / "warned", *LONG, "--time=3", "--signal=USR1@60")
         state = job.wait(lambda state: "Restarts=0" not in state)
         good = "exit code 75" in tail(job.log) and "Restarts=1" in state
@@ -316,7 +316,7 @@ def slurm(directory: Path, show: Campaign) -> None:
 
 
 def scheduled(directory: Path, show: Campaign) -> None:
-    """evaluate.sbatch as a job that waits for a training, and evaluate.scron as a line of Slurm's crontab."""
+    """Run evaluate.sbatch as a job that waits for a training job, and evaluate.scron as a crontab line."""
     launching.tiny_recipe(directory)
     data = write_tasks(directory / "tasks", ["sst2"], train=20, test=8)
     with slurm_cluster(directory / "slurm") as environment:
@@ -326,8 +326,8 @@ def scheduled(directory: Path, show: Campaign) -> None:
 
 
 def after_training(environment: Environment, directory: Path, data: Path, show: Campaign) -> None:
-    """The export of a run is evaluated when the run is finished; after a mistake nothing waits for ever."""
-    longer = "model.architecture.max_position_embeddings=1024"  # room for demonstrations
+    """Check that an export is evaluated after its run, and that the job is cancelled if the run fails."""
+    longer = "model.architecture.max_position_embeddings=1024"  # long enough for demonstrations
     for name, extra, expected, words in (
         ("good", longer, "COMPLETED", "waited, then evaluated the export"),
         ("bad", "train.learning_rate=-1", "CANCELLED", "cancelled when the training had failed"),
@@ -346,7 +346,7 @@ def after_training(environment: Environment, directory: Path, data: Path, show: 
 
 
 def by_crontab(environment: Environment, directory: Path, data: Path, show: Campaign) -> None:
-    """Passes of the table's line: one finds nothing, one finds an export, one finds it evaluated."""
+    """Check three passes of the crontab line: without an export, with a new one, and with an old one."""
     file, run = REPO / "launch/slurm/evaluate.scron", directory / "watched"
     run.mkdir()
     text = file.read_text()

@@ -2,7 +2,7 @@
 
     python -m tests.campaigns.docs [--only lora text-to-report] [--keep DIR]
 
-`--only` takes the names of pages. `--keep` works in a directory and keeps it, for a page that runs alone.
+`--only` takes the names of pages. `--keep` works in DIR and keeps it, so that a later run can use it.
 The pages are run in the order of the site in one copy of the repository: README, tutorials, how-to,
 reference, explanation. A page can use the files of earlier pages. A `bash` block is run line by line. `yaml`
 and `python` blocks with a file name become files. Other `python` blocks and notebooks are run.
@@ -45,11 +45,11 @@ from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
 from tests.helpers.launching import ENVIRONMENT, PIPED
 
-MODEL = "openai-community/gpt2"  # of the hub, that documents train and evaluate
-CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same, with a chat template
+MODEL = "openai-community/gpt2"  # the Hub model that the pages train and evaluate
+CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the Hub model with a chat template
 CHAT_TOKENS = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 PATIENCE = 600  # seconds for a command; other work may share the machine
-# What stands for the words that a reader fills in.
+# Values for the words that a reader fills in.
 FILLED = {"RECIPE": "recipe.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
 FILLED |= {"HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none", "FILE": "table2"}
 PARSERS = {
@@ -80,13 +80,13 @@ class Done(NamedTuple):
 
 
 class Scratch:
-    """A copy of the repository with what a reader of the documents has."""
+    """A copy of the repository with the files that a reader of the documents has."""
 
     def __init__(self, directory: Path) -> None:
         self.root = copy_checkout(directory)
         if not (directory / ".venv").exists():
             (directory / ".venv").symlink_to(sys.prefix)
-        # Runs on one host meet at DeepSpeed's port: where the system can, these have a network of their own.
+        # Runs on one host share DeepSpeed's port. If the system allows it, these get a separate network.
         self.alone, self.first = ["unshare", "--map-root-user", "--net"], "ip link set lo up; "
         if subprocess.run([*self.alone, "ip", "link"], capture_output=True).returncode:
             self.alone, self.first = [], ""
@@ -94,11 +94,11 @@ class Scratch:
         self.environment |= {"GLOO_SOCKET_IFNAME": "lo"}
 
     def furnish(self) -> None:
-        """Make models, texts, answers and tasks, by the names that the documents use."""
+        """Create models, texts, answers and tasks under the names that the documents use."""
         cached = self.root / "hub" / "hub" / f"models--{MODEL.replace('/', '--')}"
         (cached / "refs").mkdir(parents=True)
         (cached / "refs" / "main").write_text("0" * 40)
-        tiny_model(cached / "snapshots" / ("0" * 40), num_attention_heads=8)  # that sequences can share
+        tiny_model(cached / "snapshots" / ("0" * 40), num_attention_heads=8)  # for sequence parallelism
         chat = cached.with_name(f"models--{CHAT_MODEL.replace('/', '--')}")
         (chat / "refs").mkdir(parents=True)
         (chat / "refs" / "main").write_text("0" * 40)
@@ -142,7 +142,7 @@ class Scratch:
                 shutil.rmtree(self.root / directory, ignore_errors=True)
 
     def run(self, command: str, mode: str = "run") -> Done:
-        """Run a shell command; code 124 when it takes too long."""
+        """Run a shell command. The code is 124 if it takes too long."""
         words = [*self.alone, "bash", "-o", "pipefail", "-c", f"{self.first}{command}"]
         options = PIPED | {"cwd": self.root, "env": self.environment, "stdin": subprocess.DEVNULL}
         process = subprocess.Popen(words, start_new_session=True, **options)
@@ -154,7 +154,7 @@ class Scratch:
             return Done(mode, 124, process.communicate()[0])
 
     def check(self, command: str) -> Done:
-        """Return what can be known of a command that cannot be run here."""
+        """Check a command that cannot be run here, as far as possible."""
         words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
         script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
         if script is not None:
@@ -166,8 +166,8 @@ class Scratch:
         if words[:2] == ["python", "-m"]:
             return self.run(f"{command} --help", "--help")
         if words[0] != "emo":
-            return Done("names", 0, "")  # `faults` has looked them up
-        if words[1] in ("sweep", "table"):  # a table wants the runs done
+            return Done("names", 0, "")  # `faults` has checked them
+        if words[1] in ("sweep", "table"):  # a table needs finished runs
             runs = shlex.join(["emo", "sweep", *words[2:]])
             return self.run(f"{runs.removesuffix(' --dry_run')} --dry_run", "dry run")
         if words[1] in ("plan", "preflight", "score"):
@@ -175,7 +175,7 @@ class Scratch:
         rooms = {DATA: "data_prep", TRAINING: "pipeline"}
         room = rooms.get(COMMANDS[words[1]].function, "eval")
         if words[1] == "report" and not any("eval" in word or "results" in word for word in words):
-            room = "pipeline"  # of runs that are not there
+            room = "pipeline"  # reports on runs, which do not exist here
         return self.run(shlex.join(["python", "-c", PARSERS[room], *words[1:]]), "arguments")
 
 
@@ -186,7 +186,7 @@ def filled(text: str) -> str:
 
 
 def separate(command: str) -> str:
-    """Return a command on the shared recipe with separate directories if it changes the recipe."""
+    """Add separate directories to a command that trains a shared recipe or changes its data."""
     words = command.split()
     if words[:1] != ["emo"] or not {"recipe.yaml", "tuned.yaml"} & set(words):
         return command
@@ -200,7 +200,7 @@ def separate(command: str) -> str:
 
 
 def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
-    """Make a block's file, or run or check its commands and show what came of each."""
+    """Write a block's file, or run or check its commands and report each result."""
     commands: list[str] = []
     if block.file or block.language == "python":
         scratch.write(block.file or "block.py", block.text)
@@ -212,7 +212,7 @@ def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
         started = time.monotonic()
         if command.startswith("make "):
             done = scratch.run(command.replace("make ", "make --dry-run ", 1), "make --dry-run")
-        elif block.needs and "--slurm" not in command:  # which only writes a file
+        elif block.needs and "--slurm" not in command:  # `--slurm` only writes a file
             done = scratch.check(command)
         else:
             done = scratch.run(command)

@@ -1,13 +1,13 @@
-"""Rows, losses, exports and predictions that stay when the code changes: python -m tests.campaigns.equality
+"""Check that rows, losses, exports and predictions do not change: python -m tests.campaigns.equality
 
-Recipes are prepared, two are trained and one model is evaluated by the project's commands; what comes out
-is digested by code that stands on pyarrow and safetensors alone, and compared with the JSON file beside this.
+The project's commands prepare recipes, train two of them and evaluate one model. Code that is independent of
+the project digests the results, which are compared with equality.json.
 
---write   make that file anew, after a change that is meant to change rows; the commit's message says why.
---only    some of the recipes, and neither training nor evaluation.
+--write   write that file again after an intended change. The commit message must give the reason.
+--only    prepare only these recipes, without training and evaluation.
 
-Losses and weights are compared bit by bit where the file was made by the same PyTorch and processor;
-elsewhere they are reported as not comparable, and everything else is compared.
+Losses and weights are compared bit by bit if the file was written with the same PyTorch and processor type.
+Otherwise they are reported as not comparable, and everything else is compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUBJECTS = ("The miller", "Her aunt", "A tall soldier", "Nobody", "Der Müller",
 SUBJECTS += ("The old 🐈", "An ox")
 VERBS = ("found", "sold", "painted", "lost", "carried", "forgot")
 OBJECTS = ("a bell", "the red boat", "seven letters", "bread & salt", "ein Haus", "its tail", "the 3rd key")
-# The `data` sections by name; the first trains the tokenizer that the others use.
+# The `data` sections by name. The first trains the tokenizer that the others use.
 RECIPES = """
 text: {sources: [{files: documents.jsonl}], train_tokenizer: 420, validation_fraction: 0.05}
 lines: {sources: [{files: lines.txt, format: lines}], shards: 3}
@@ -75,7 +75,7 @@ train: {max_steps: 12, global_batch_size: 8, micro_batch_size: 2, learning_rate:
 
 
 def text(rng: random.Random, sentences: int) -> str:
-    """Return a document of so many sentences, whose words vary enough that few sentences are equal."""
+    """Return a document of `sentences` sentences, whose words vary enough that few sentences are equal."""
     return " ".join(
         f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)} on day {rng.randrange(400)}."
         for _ in range(sentences)
@@ -87,7 +87,7 @@ def write_sources(root: Path) -> None:
     rng = random.Random(17)
     documents = [text(rng, rng.randrange(1, 14)) for _ in range(400)]
     documents += documents[:40]  # exact duplicates
-    documents += [f"{document} At last." for document in documents[:40] if len(document) > 200]  # near ones
+    documents += [f"{document} At last." for document in documents[:40] if len(document) > 200]  # near
     rng.shuffle(documents)
     other = [text(rng, rng.randrange(1, 6)) for _ in range(200)]
     alpaca = [
@@ -119,7 +119,7 @@ def write_sources(root: Path) -> None:
 
 
 def run(*command: str | Path) -> None:
-    """Run a command; fails with the end of its output."""
+    """Run a command. A failure shows the end of its output."""
     done = subprocess.run(command, cwd=REPO, env=ENVIRONMENT, **PIPED)
     assert done.returncode == 0, f"{command}: {done.stdout[-4000:]}"
 
@@ -148,7 +148,7 @@ def rows_of(split: Path) -> Iterator[dict[str, Any]]:
             supervised = {
                 i for start, end in zip(spans[::2], spans[1::2], strict=True) for i in range(start, end)
             }
-            supervised -= {sum(segments[:i]) for i in range(len(segments))}  # no document's first token
+            supervised -= {sum(segments[:i]) for i in range(len(segments))}  # the first of a document
             labels = [token if i in supervised else IGNORE for i, token in enumerate(ids)]
             yield {"ids": ids, "labels": labels, "segments": segments, "domain": row["domain"]}
 
@@ -161,7 +161,7 @@ def digest(items: Any) -> str:
 
 
 def prepared(root: Path, name: str) -> dict[str, str]:
-    """Return the digest of each split's rows, labels and order, with the number of rows."""
+    """Return the number of rows of each split, and a digest of its rows, labels and order."""
     digests = {}
     for path in sorted((root / "data" / name).glob("*/manifest.json")):
         rows = list(rows_of(path.parent))
@@ -170,7 +170,7 @@ def prepared(root: Path, name: str) -> dict[str, str]:
 
 
 def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> dict[str, str]:
-    """Train a recipe; return the digests of its losses and of its export's tensors, both by bit."""
+    """Train a recipe and return bit-exact digests of its losses and of its exported tensors."""
     run(*launch_command(ranks, str(root / f"{name}.yaml"), *overrides, script=script))
     lines = (root / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [
@@ -189,7 +189,7 @@ def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> 
 
 
 def predictions(root: Path, name: str) -> dict[str, str]:
-    """Evaluate an export on the embedded tasks; return the digest of each task's predictions in order."""
+    """Evaluate an export on the embedded tasks, and return a digest of each task's predictions in order."""
     emo("world", root / "tasks")
     model = ["--model", root / "runs" / name / "export", "--name", "m"]
     tasks = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--output_path", root / "results"]
@@ -221,7 +221,7 @@ def results(root: Path, recipes: dict[str, dict[str, Any]], only: list[str]) -> 
 
 def compare(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     digests = results(directory, yaml.safe_load(RECIPES), args.only)
-    # What bit-equal numbers depend on: PyTorch, and the processor's vector instructions.
+    # Bit-equal numbers need the same PyTorch and the same vector instructions.
     host = f"torch {torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if args.write:
         EXPECTED.write_text(json.dumps({"host": host, "digests": digests}, indent=1) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Which exit code the user sees: every launcher, every victim, every signal, measured.
+"""Measure the exit code that the user sees for every launcher, victim and signal.
 
     python -m tests.campaigns.exits [--parts deepspeed script torchrun python] [--only TEXT]
 
-A run on two CPU ranks is disturbed while it trains, while it starts, or in the middle of a step that takes
-longer than a launcher waits. Measured are the exit code of the command, whether all its processes ended, and
-whether the step under way was saved. Prints the table behind docs/reference/exit-codes.md, writes
-runs/exits.json, and exits 1 when a run that did not finish ended with 0, lost what it could have saved, or
-left a process behind.
+A run on two CPU ranks (one with `python`) is disturbed while it trains, while it starts, or in the middle of
+a step that takes longer than a launcher waits. The campaign measures the exit code of the command, whether
+all its processes ended, and whether the current step was saved. It prints the table behind
+docs/reference/exit-codes.md and writes runs/exits.json. It exits with code 1 if an unfinished run exits with
+code 0, loses a step that it could have saved, or leaves a process behind.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.helpers import launching
 
 LONG = ["train.max_steps=100000", "train.lr_scheduler_type=constant", "train.save_steps=0"]
 LAUNCHERS = ["deepspeed", "script", "torchrun", "python"]
-# Launchers, victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command`
-# is what the user started; ABRT comes from NCCL's watchdog. A `slow` step takes longer than launchers wait.
+# Launchers, victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C. `command`
+# is the user's command. NCCL's watchdog sends ABRT. A `slow` step takes longer than launchers wait.
 CELLS = [
     ("deepspeed script torchrun", "terminal", "INT", "training"),
     ("deepspeed script torchrun", "command", "TERM USR1 KILL", "training"),
@@ -57,7 +57,7 @@ def newest(run_dir: Path) -> int:
 
 
 def start(name: str, run_dir: Path, *settings: str) -> subprocess.Popen[str]:
-    """Start a run by a launcher, on a port that nobody else uses."""
+    """Start a run with a launcher, on a free port."""
     command = [str(launching.BIN / name), "launch/continual.sh"]
     if name == "deepspeed":
         command = launching.launch_command(2)
@@ -72,15 +72,15 @@ def start(name: str, run_dir: Path, *settings: str) -> subprocess.Popen[str]:
 def disturb(
     process: subprocess.Popen[str], run_dir: Path, victim: str, number: signal.Signals, when: str
 ) -> tuple[int, bool, float, float]:
-    """Send a run a signal; see how it ends.
+    """Send a signal to a run and wait for its end.
 
-    Returns its exit code as a shell shows it, whether a step was saved after the signal, and seconds until
-    the command returned, and until its last process was gone.
+    Return the exit code as a shell shows it, whether a step was saved after the signal, the seconds until
+    the command returned, and the seconds until its last process was gone.
     """
     if when == "starting":
         alone = run_dir.name.startswith("python")
         launching.wait_for(lambda: alone or launching.member(run_dir, "rank 1"), "rank 1")
-        time.sleep(1.5)  # past the first lines of the launch script, in its imports
+        time.sleep(1.5)  # now the launch script is importing modules
     else:
         launching.wait_for_step(run_dir, 2)
     with launching.slow_step(run_dir) if when == "slow" else contextlib.nullcontext():

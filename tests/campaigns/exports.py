@@ -1,9 +1,9 @@
-"""Exports of every family, read by transformers 4 in its own environment; vocabularies by llama.cpp's reader.
+"""Read exports of every family with transformers 4, and their vocabularies with llama.cpp's reader.
 
     python -m tests.campaigns.exports [--families mixtral gpt_neox] [--release 4.57.6]
 
-The older release is downloaded into build/readers, which stands before the environment's packages. A family
-passes when that release misses no tensor and its loss on fixed ids is within 1e-3.
+The older release is installed into build/readers, which precedes the environment's packages. A family that
+release knows passes if it expects the same tensors, and if its loss and logits on fixed ids are within 1e-3.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ READERS = REPO / "build" / "readers"
 OTHERS = ["tokenizers>=0.22,<0.23", "huggingface_hub<1", "gguf"]
 REAL = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared" / "data"))
 ROLES = ["<|im_start|>", "<|im_end|>"]
-NEAR = 1e-3  # of the loss, and of the largest logit
-# transformers 5 too writes experts for LongCat's "zero experts"; nothing reads them.
+NEAR = 1e-3  # absolute for the loss, relative to the largest logit for logits
+# transformers 5 also writes experts for LongCat's "zero experts", which are never read.
 UNREAD = {"longcat_flash": ".experts.4."}
 
 
 def install(release: str) -> Path:
-    """Return a directory with that release of transformers and the readers of OTHERS."""
+    """Install a release of transformers and OTHERS if necessary, and return their directory."""
     target = READERS / release
     if not (target / "ready").is_file():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
@@ -75,7 +75,7 @@ def families(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 def read(release: str, exports: list[Path]) -> Iterator[dict[str, Any]]:
-    """Yield what that release finds in each export."""
+    """Yield the results of reading each export with a release of transformers."""
     environment = os.environ | {"PYTHONPATH": str(install(release)), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-P", REPO / "tests/helpers/exporting.py", *exports]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -83,7 +83,7 @@ def read(release: str, exports: list[Path]) -> Iterator[dict[str, Any]]:
 
 
 def tokenizers(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Try tokenizers from each kind of file, with a chat template and the tokens around its turns."""
+    """Check exported tokenizers from each kind of file, with a chat template and its role tokens."""
     sources = {"trained": tiny_tokenizer() / "model"}
     sources |= {path.name: path for path in sorted((REAL / "tokenizers").glob("*"))}
     written = {}

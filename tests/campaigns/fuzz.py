@@ -1,7 +1,7 @@
-"""Fuzzing of every parser of files that others write. python -m tests.campaigns.fuzz
+"""Fuzz every parser of untrusted files: python -m tests.campaigns.fuzz
 
-Each target has a process of its own with a limit on memory. A crash is printed as hypothesis has made it
-small: add it to the target's `crashes` in tests/helpers/fuzz_targets.py. --seconds are for each target.
+Each target runs for --seconds in a separate process with a memory limit. hypothesis shrinks a crash before it
+is printed. Add it to the target's `crashes` in tests/helpers/fuzz_targets.py.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 import psutil
 
 from tests.campaigns.campaign import Campaign, conduct
-from tests.helpers import fuzz_targets  # noqa: F401 - it registers them
+from tests.helpers import fuzz_targets  # noqa: F401 - registers the targets
 from tests.helpers.fuzzing import TARGETS, fuzz
 from tests.helpers.killing import FORK
 
-MEMORY = 2 << 30  # bytes that a target may take beside what it has
-ROUND = 500  # examples; then what it has is looked at again: pyarrow loses some space with every damaged .zst
+MEMORY = 2 << 30  # bytes that a target may add to its memory
+ROUND = 500  # examples until the limit is set again, because pyarrow leaks memory with every damaged .zst
 
 
 def _fuzz_for(name: str, seconds: float, seed: int) -> None:
-    """In a process of its own: fuzz a target for so long; end with 1 at a crash."""
+    """Fuzz a target for some seconds in a child process, which exits with code 1 at a crash."""
     began = time.monotonic()
     while time.monotonic() - began < seconds:
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + MEMORY, -1))
