@@ -1,4 +1,4 @@
-"""What a GPU has to show, the most important first: correctness, speed and memory next to their targets.
+"""Check correctness, speed and memory on a GPU against their targets, the most important parts first.
 
     python -m tests.campaigns.gpu [--parts 1 2 3] [--within SECONDS] [--output_path DIR] [--quick]
 
@@ -7,7 +7,7 @@ killed when its time is over. Results go to DIR/results.json (runs/gpu by defaul
 output. Weights, data and runs are always in runs/gpu/work. Parts that run again replace their results, so
 that several commands can share the work. The exit code is 1 if a target is missed or a part fails. With
 `--within` no part starts after that time, and the last one ends then. Parts 1 to 3 take at most 7 minutes,
-all of them 26. `--quick` tries every case in small on a CPU, where no target applies.
+all of them 26. `--quick` runs small sizes, also on a CPU, where only the targets for correctness apply.
 
 Parts 1, 2, 4 and 6 need PyTorch 2.11 with Triton 3.6 or later, the imports of emo.loss, psutil and rich.
 The others also need pydantic, DeepSpeed, hjson and nvidia-ml-py. A part that lacks something is skipped.
@@ -36,12 +36,12 @@ from tests.campaigns import gpu_kernels
 from tests.campaigns import gpu_setting as setting
 from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, REPO, WARM, Figures, MissingError, last_words
 
-TRACE_STEP = 6  # the one that is recorded: a trace is large
-TRACE_MIB = 2.8  # of a packed trace that is kept beside the figures
-SHARED = {"/bin", "/usr/bin"}  # where Triton's C compiler is, too
-ALIKE = 2e-2  # relative difference of losses of the same steps, computed in another order in bfloat16
-RESUMED = 1e-3  # the same of a resumed run and of one that was left alone
-PATIENCE = 90.0  # seconds for a run to come to where it is wanted
+TRACE_STEP = 6  # the only recorded step, because a trace is large
+TRACE_MIB = 2.8  # largest packed trace that is kept with the figures
+SHARED = {"/bin", "/usr/bin"}  # these also contain Triton's C compiler
+ALIKE = 2e-2  # relative difference between losses of the same steps, if bfloat16 sums change their order
+RESUMED = 1e-3  # relative difference between losses of a resumed and an uninterrupted run
+PATIENCE = 90.0  # seconds for a run to reach the awaited state
 
 
 def step_seconds(results: dict[str, Any]) -> float:
@@ -49,12 +49,12 @@ def step_seconds(results: dict[str, Any]) -> float:
 
 
 def sizes(show: Figures, large: str = "220M") -> tuple[str, int, int]:
-    """Return model, tokens a row and rows a step: as large as a GPU, or as small as a try on a CPU."""
+    """Return the model, tokens per row and rows per step. They are small with --quick."""
     return ("toy", 64, 2) if show.quick else (large, 1024, 8)
 
 
 def waits(show: Figures) -> None:
-    """Part 8: how often the host waits for the device, and a trace to see where."""
+    """Part 8: count how often the host waits for the device, and record a trace that shows where."""
     objectives = {"mle": ("mle", 0, 0), "EMO exact": ("emo", 0, 1), "EMO cached": ("emo", 512, 1)}
     for name, (objective, cache, most) in objectives.items():
         with show.attempt(name):
@@ -77,9 +77,9 @@ def waits(show: Figures) -> None:
 
 
 def _pair(show: Figures, cases: dict[str, tuple[list[str], dict[str, Any]]], at_most: float | None) -> None:
-    """Measure two runs of one recipe: the second's time of a step over the first's, and their losses.
+    """Measure two runs of one recipe, and compare the second with the first in step time and losses.
 
-    cases: overrides of the recipe, and changes of the environment. at_most: bound of the ratio.
+    cases: overrides of the recipe and changes of the environment. at_most: bound of the step time's ratio.
     """
     results = []
     for name, (options, changes) in cases.items():
@@ -99,7 +99,7 @@ def _pair(show: Figures, cases: dict[str, tuple[list[str], dict[str, Any]]], at_
 
 
 def compiler(show: Figures) -> None:
-    """Part 11: the optimizer where DeepSpeed can compile its own, and where no CUDA compiler is found."""
+    """Part 11: compare the optimizer with a CUDA compiler, where DeepSpeed compiles its own, and without."""
     path = os.environ.get("PATH", "").split(os.pathsep)
     candidates = {*path, f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"}
     compilers = {directory for directory in candidates if (Path(directory) / "nvcc").exists()}
@@ -108,7 +108,7 @@ def compiler(show: Figures) -> None:
     if shared := compilers & SHARED:
         raise MissingError(f"nvcc lies in {', '.join(shared)} with other programs and cannot be hidden")
     built, empty = show.work / "extensions", show.work / "no-toolkit"
-    shutil.rmtree(built, ignore_errors=True)  # everything is compiled anew
+    shutil.rmtree(built, ignore_errors=True)  # DeepSpeed must compile everything again
     empty.mkdir(parents=True, exist_ok=True)
     hidden = {"CUDA_HOME": str(empty), "CUDA_PATH": None, "TORCH_EXTENSIONS_DIR": f"{built}-without"}
     hidden["PATH"] = os.pathsep.join(directory for directory in path if directory not in compilers)
@@ -117,7 +117,7 @@ def compiler(show: Figures) -> None:
 
 
 def compiled(show: Figures) -> None:
-    """Part 10: the model compiled under ZeRO-1, beside the same that is not."""
+    """Part 10: compare a compiled model with an uncompiled one under ZeRO-1."""
     zero1 = "deepspeed=ds_configs/zero1.json"
     cases: dict[str, tuple[list[str], dict[str, Any]]] = {
         "as it is": ([zero1, "model.compile=false"], {}),
@@ -127,17 +127,17 @@ def compiled(show: Figures) -> None:
 
 
 def plan(show: Figures) -> None:
-    """Part 3: 1.1 billion parameters and 8k tokens under ZeRO-2 and 3."""
+    """Part 3: compare 1.1 billion parameters and 8k tokens under ZeRO-2 and ZeRO-3 with `plan`."""
     _plan_cases(show, [(2, False, 8), (3, False, 8)])
 
 
 def plan_more(show: Figures) -> None:
-    """Part 7: the same under ZeRO-3 with checkpointing, and with 1k tokens."""
+    """Part 7: compare ZeRO-3 with checkpointing, and with 1k tokens, with `plan`."""
     _plan_cases(show, [(3, True, 8), (3, False, 1)])
 
 
 def _plan_cases(show: Figures, cases: list[tuple[int, bool, int]]) -> None:
-    """cases: ZeRO stage, checkpointing, rows."""
+    """Compare runs with `plan`. cases: ZeRO stage, checkpointing and rows of each run."""
     size, block, _ = sizes(show, "1.1B")
     for stage, checkpointing, rows in cases:
         words = f"ZeRO-{stage}{', checkpointing' if checkpointing else ''}, {rows * block:,} tokens"
@@ -147,7 +147,7 @@ def _plan_cases(show: Figures, cases: list[tuple[int, bool, int]]) -> None:
 
 
 def lora(show: Figures) -> None:
-    """Part 9: adapters under ZeRO-2 and 3."""
+    """Part 9: check the type of adapters, and compare ZeRO-2 and ZeRO-3 with `plan`."""
     setting.needs("peft")
     size, block, micro = sizes(show, "1.1B")
     for stage in (3, 2):
@@ -163,7 +163,7 @@ def lora(show: Figures) -> None:
 def _beside_plan(
     show: Figures, words: str, name: str, shape: tuple[str, int, int], stage: int, option: str
 ) -> dict[str, Any]:
-    """Measure a run, and show its time and memory beside what `plan` predicts; return what was measured."""
+    """Measure a run, compare its time and memory with the prediction of `plan`, and return the results."""
     zero = f"deepspeed=ds_configs/zero{stage}.json"
     results = setting.measure(show, name, shape, zero, option)
     seconds, predicted, peak = step_seconds(results), results["predicted"], results["peak"]
@@ -184,7 +184,7 @@ def _beside_plan(
 
 
 def stops(show: Figures) -> None:
-    """Part 5: one run left alone, with its saves timed; the same one stopped by SIGTERM and resumed."""
+    """Part 5: time the saves of a run, and compare its losses with a run stopped by SIGTERM and resumed."""
     steps = 60 if show.quick else 200
     options = [f"train.max_steps={steps}", f"train.save_steps={steps // 2}"]
     options += ["train.lr_scheduler_type=constant"]
@@ -215,7 +215,7 @@ def stops(show: Figures) -> None:
 
 
 def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None:
-    """SIGTERM while it trains, then the same command again; as one process: launchers are slow."""
+    """Stop a training run by SIGTERM, and resume it. It has no launcher, because launchers are slow."""
     command, log = [sys.executable, "launch/continual.sh", *arguments], run_dir.with_suffix(".log")
     options: dict[str, Any] = {"cwd": REPO, "env": setting.environment()}
     options |= {"stderr": subprocess.STDOUT, "start_new_session": True}
@@ -244,27 +244,27 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None
         show(case, float(good), at_least=1, always=True, note=note)
 
 
-# In order of value: a short booking has the first.
+# In order of value, because a short booking of a GPU runs only the first.
 FUNCTIONS = (gpu_kernels.kernels, gpu_kernels.speed, plan, gpu_kernels.attention, stops)
 FUNCTIONS += (gpu_kernels.vocabularies, plan_more, waits, lora, compiled, compiler)
-SECONDS = (100, 150, 160, 120, 180, 240, 120, 135, 75, 110, 150)  # that each may take on a GPU
+SECONDS = (100, 150, 160, 120, 180, 240, 120, 135, 75, 110, 150)  # time limit of each part on a GPU
 PARTS = dict(enumerate(zip(FUNCTIONS, SECONDS, strict=True), start=1))
 NEED_GPU = (compiler, compiled)
 
 
 def run_part(number: int, work: Path, out: Path, quick: bool, left: float) -> None:
-    """Run a part in a process of its own, which prints its figures, for as long as it may take.
+    """Run a part in a separate process, which prints its figures, with a time limit.
 
-    left: seconds until all must be over.
+    left: seconds until the campaign must end.
     """
     function, seconds = PARTS[number]
     log, began = out / f"{function.__name__}.log", time.monotonic()
     command = [sys.executable, "-m", "tests.campaigns.gpu", "--output_path", str(out)]
     command += ["--part", str(number), str(work), *(["--quick"] if quick else [])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"PIP_NO_INDEX": "1"}  # peers that are not installed are left out, not looked for
+    environment |= {"PIP_NO_INDEX": "1"}  # peers that are not installed are skipped, not downloaded
     if not GPU:
-        # Triton looks when it is first imported; a peer would be compiled for longer than all else takes
+        # Triton reads this at import. Compiling a peer would take longer than everything else.
         environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
     show, code = Figures(out, function.__name__, quick), None
     with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
@@ -290,7 +290,7 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help=about)
     parser.add_argument("--output_path", type=Path, metavar="DIR", help="runs/gpu, or runs/gpu-quick")
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU too: does it run at all")
-    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # the child's: number, work
+    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # for the child process: number, work
     args = parser.parse_args()
     usual = REPO / "runs" / ("gpu-quick" if args.quick else "gpu")
     out: Path = (args.output_path or usual).resolve()

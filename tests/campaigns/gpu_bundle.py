@@ -2,9 +2,9 @@
 
     python -m tests.campaigns.gpu_bundle [--python 3.12] [--output_path DIR]
 
-Writes DIR (build/gpu-bundle): wheels of the packages that such a machine may lack, in the versions of this
-environment, the code, prepared data, and run.sh, which installs the wheels next to the machine's own packages
-and runs the check. The machine must have PyTorch, NumPy and PyArrow. Copy DIR there and run `sh DIR/run.sh`.
+Writes to DIR (build/gpu-bundle) the wheels that the machine may lack in the versions of this environment, the
+code, prepared data, and run.sh. run.sh installs the wheels next to the machine's packages and runs the check.
+The machine must have PyTorch, NumPy, PyArrow and SciPy. Copy DIR there and run `sh DIR/run.sh`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 from tests.campaigns import gpu_setting
 from tests.conftest import REPO
 
-# What the check imports. Dependencies come along, except those that such a machine has or that are unused.
+# Imports of the check. Their dependencies are added unless the machine has them or they are unused (ABSENT).
 WHEELS = (
     "transformers",
     "pydantic",
@@ -39,7 +39,7 @@ WHEELS = (
 )
 WHEELS += ("pyyaml", "einops", "msgpack", "py-cpuinfo", "packaging", "tqdm", "fsspec", "tokenizers")
 ABSENT = {"torch", "numpy", "pyarrow", "scipy", "triton", "setuptools", "hf-xet"}
-MOST = 60e6  # bytes of the bundle
+MOST = 60e6  # largest bundle in bytes
 CODE = ("common", "data_prep", "pipeline", "eval", "experiments", "emo", "launch", "ds_configs", "tests")
 RUN = """#!/bin/sh
 # Install the wheels next to the packages of this machine's Python (PYTHON, else python3), not into them,
@@ -69,7 +69,7 @@ def pip(*words: str, **environment: str) -> None:
 
 
 def download(wheels: Path, python: str) -> None:
-    """Fetch wheels for a version of Python on Linux; DeepSpeed's is built, without any kernel."""
+    """Download wheels for a version of Python on Linux, and build DeepSpeed's wheel without kernels."""
     names, pending = dict[str, str](), list(WHEELS)
     while pending:
         name = canonicalize_name(pending.pop())

@@ -1,4 +1,4 @@
-"""Parts 1, 2, 4 and 6 of the GPU campaign: the fused loss right and fast, and documents that share a row."""
+"""Parts 1, 2, 4 and 6 of the GPU campaign: correctness and speed of the fused loss, and packed documents."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from tests.helpers.loss_reference import (
 )
 
 DTYPE = torch.bfloat16 if GPU else torch.float32
-ERROR = 1.5e-2 if GPU else 1e-5  # relative, of an attention function
-ALIKE = 1e-2 if GPU else 1e-4  # relative, of likelihoods: kernels add in another order
-HEADS, KEYS, SIZE = 16, 4, 64  # heads of queries, of keys and values, and values of each
+ERROR = 1.5e-2 if GPU else 1e-5  # relative error of an attention function
+ALIKE = 1e-2 if GPU else 1e-4  # relative difference of NLLs, because kernels sum in another order
+HEADS, KEYS, SIZE = 16, 4, 64  # query heads, key and value heads, and size of a head
 LONG = 4096  # tokens of a row whose memory is measured
 ROWS, LAYERS = 2, 8
 SMALL = Shape("small", 128, 2000, 64, "bfloat16")
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Bounds of a relative error where logits and gradients are rounded to 8 bits. The likeliest tokens are 8 to
-# 16 above the target here. Half a quantum there is 2^-5: the relative error of their probabilities, and so of
-# their entries of the gradient. The target's entry, computed in float32, is as large as these together, and
-# halves it; where an objective has no target, nothing does.
+# Bounds of the relative error if logits and gradients are rounded to 8 bits. The logits of the most likely
+# tokens exceed the target's by 8 to 16 here. Half a rounding step there is 2^-5, which is the relative error
+# of their probabilities and gradient entries. The target's entry is computed in float32 and as large as the
+# others together, which halves the relative error. Objectives without a target lack this entry.
 BF16, BF16_WITHOUT_TARGET = 2**-6, 2**-5
 
 
 class Case(NamedTuple):
-    """An objective with the options that make it take another way through the kernels."""
+    """An objective with options that select a path through the kernels."""
 
     objective: str
     options: dict[str, Any] = {}
     cache_mb: float = 0.0
-    bound: float = 1e-5  # of a relative error in float32
-    half: float = BF16  # the same in bfloat16
-    k: int = 0  # entries that a teacher has stored; 0: it is live
+    bound: float = 1e-5  # of the relative error in float32
+    half: float = BF16  # of the relative error in bfloat16
+    k: int = 0  # stored entries of the teacher, 0 for a live teacher
 
 
 CASES = (
@@ -87,12 +87,12 @@ AGAINST = tuple(
 
 
 def kernels(show: Figures) -> None:
-    """Part 1: Triton's kernels (on a CPU its interpreter) and PyTorch's, compared with float64."""
+    """Part 1: compare the Triton kernels (interpreted on a CPU) and the PyTorch kernels with float64."""
     _vocabularies(show, 32000, 128256)
 
 
 def vocabularies(show: Figures) -> None:
-    """Part 6: the same at other vocabularies, and the race at a large one."""
+    """Part 6: repeat part 1 at other vocabulary sizes, and measure the speed at a large one."""
     _vocabularies(show, 152064, 50257)
     shape = Shape("large vocabulary", 8192, 152064, 4096, "bfloat16")
     with show.attempt(str(shape)):
@@ -113,7 +113,7 @@ def _vocabularies(show: Figures, *sizes: int) -> None:
 
 
 def _worst(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[float, str]]:
-    """Return the largest error of both kinds of kernels, as a share of what is allowed, and where it is."""
+    """Return the largest error of each kind of kernels as a share of its bound, and where it occurs."""
     N, H = (9, 12) if quick else (200, 256)
     h, w, labels, E = (x.detach().to(DEVICE) for x in inputs(N, V, H, dtype, scale=3 * H**-0.5))
     labels[1::4] = labels[1]  # tokens that share a row of costs
@@ -130,7 +130,7 @@ def _worst(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[float, st
 
 
 def _worst_against(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[float, str]]:
-    """The same of divergences from a teacher that is twice as wide."""
+    """Return the results of `_worst` for divergences from a teacher that is twice as wide."""
     N, H = (9, 12) if quick else (200, 256)
     h, w, labels, E = (x.detach().to(DEVICE) for x in inputs(N, V, H, dtype, scale=3 * H**-0.5))
     leaves, unit = (h.requires_grad_(), w.requires_grad_()), unit_rows(E[:, :32].double())
@@ -160,7 +160,7 @@ def _worst_against(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[f
 def _share(
     results: dict[str, Tensor], want: dict[str, Tensor], case: Case, dtype: torch.dtype
 ) -> tuple[float, str]:
-    """Return the largest error of a case as a share of what is allowed, and where it is."""
+    """Return the largest error of a case as a share of its bound, and where it occurs."""
     bound = case.half if dtype == torch.bfloat16 else case.bound
     words = " ".join((case.objective, *case.options, "cached" if case.cache_mb else "")).strip()
     words += f" top {case.k}" if case.k else ""
@@ -174,7 +174,7 @@ def _share(
 
 
 def speed(show: Figures) -> None:
-    """Part 2: time and memory of the fused loss and its peers at LLaMA-7B's head, and a complete step."""
+    """Part 2: measure the fused loss and its peers at LLaMA-7B's head, and a complete training step."""
     shape = SMALL if show.quick else Shape("LLaMA-7B head", 8192, 32000, 4096, "bfloat16")
     with show.attempt(str(shape)):
         _race(show, shape, large=False)
@@ -223,14 +223,14 @@ def _race(show: Figures, shape: Shape, large: bool) -> None:
 
 
 class _Layer(nn.Module):
-    """The module that transformers hands to an attention function."""
+    """A stand-in for the module that transformers passes to an attention function."""
 
     is_causal = True
     num_key_value_groups = HEADS // KEYS
 
 
 def attention(show: Figures) -> None:
-    """Part 4: packed rows give what single documents give; what packing costs in memory."""
+    """Part 4: compare packed rows with single documents, and measure the memory of packing."""
     lengths = (23, 9, 32) if show.quick else (700, 37, 2, 1309)
     with show.attempt(f"{VARLEN} beside sdpa"):
         _functions(show, lengths)
@@ -245,7 +245,7 @@ def attention(show: Figures) -> None:
 
 
 def _functions(show: Figures, lengths: tuple[int, ...]) -> None:
-    """Output and gradients of packed rows beside SDPA in float64 under a mask."""
+    """Compare output and gradients of packed rows with SDPA in float64 under a mask."""
     positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths]).repeat(2, 1)
     generator = torch.Generator(DEVICE).manual_seed(0)
     drawn = [
@@ -253,7 +253,7 @@ def _functions(show: Figures, lengths: tuple[int, ...]) -> None:
         for heads in (HEADS, KEYS, KEYS, HEADS)  # the last is the gradient of the output
     ]
     exact = [x.double() for x in drawn]
-    bounds, longest = segments(positions)  # known beforehand, as in the trainer
+    bounds, longest = segments(positions)  # computed beforehand, as in the trainer
     documents = dict(zip(SEGMENTS, (bounds, bounds, longest, longest), strict=True))
 
     def segmented(**options: Any) -> Attention:
@@ -287,7 +287,7 @@ def _outcome(attend: Attention, q: Tensor, k: Tensor, v: Tensor, above: Tensor) 
 
 
 def _model(name: str, size: str, layers: int) -> Any:
-    """Return a LLaMA with random weights and the fused head. Raises MissingError without flash-attn."""
+    """Return a random LLaMA with the fused head. Raises MissingError if it needs flash-attn and lacks it."""
     if name == "flash_attention_2":
         gpu_setting.needs("flash_attn")
     model = gpu_setting.random_model(size, DTYPE, name, num_hidden_layers=layers)
@@ -309,7 +309,7 @@ def _row(lengths: tuple[int, ...], seeds: list[int]) -> tuple[Tensor, Tensor, Te
 
 @torch.no_grad()
 def _nll(model: Any, lengths: tuple[int, ...], seeds: list[int]) -> Tensor:
-    """Return the mean negative log-likelihood of a token of each document of a row that holds them."""
+    """Return the mean negative log-likelihood per token of each document in a packed row."""
     ids, positions, labels = _row(lengths, seeds)
     document = torch.repeat_interleave(torch.tensor(lengths)).to(DEVICE)
     results = []
@@ -332,11 +332,11 @@ def _documents_alone(show: Figures, name: str, model: Any, lengths: tuple[int, .
 
 
 def _memory(show: Figures, name: str) -> None:
-    """Peak of a forward and backward pass of ROWS long rows, packed, above that of single documents.
+    """Compare the peak memory of a forward and backward pass of packed rows with single documents.
 
-    The target is what `planning.footprint` counts: of SDPA a mask of booleans, and what every layer
-    makes of it in bfloat16 and keeps for its backward pass; of attention by segments nothing, or one mask at
-    most. Nobody counts eager attention, which keeps all of its scores.
+    The target is the memory that `planning.footprint` counts. For SDPA this is a boolean mask, and the
+    bfloat16 version that every layer keeps for its backward pass. For attention by segments it is nothing,
+    and one mask is tolerated. Eager attention, which keeps all of its scores, is not counted.
     """
     peaks = []  # GiB
     model = _model(name, "220M", LAYERS)

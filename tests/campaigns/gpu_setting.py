@@ -1,7 +1,7 @@
-"""What the parts of the GPU campaign share: figures beside their targets, recipes, and runs that are watched.
+"""Shared parts of the GPU campaign: figures with their targets, recipes, and measured runs.
 
-There is no network and nothing to download: the text is the embedded corpus, whose short documents fill
-packed rows, and weights are random. Vocabularies are as large as real ones; the text uses their first pieces.
+The campaign downloads nothing. The text is the embedded corpus, whose short documents fill packed rows.
+Weights are random. Vocabularies are as large as real ones, but the text uses only their first tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from rich.table import Table
 from emo.common.errors import one_line
 from emo.common.io.files import write_text
 
-# tests.bench.common is not for this module: it sets the number of threads, which the trainer does itself.
+# Do not import tests.bench.common here. It sets the number of threads, which the trainer sets itself.
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = "results.json"
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 GIB, MILLI = 2**30, 1e3
-STEPS, WARM = 10, 3  # steps of a run that is measured, and the first of them, which do not count
-CONTEXT = 8192  # tokens, at most
+STEPS, WARM = 10, 3  # steps of a measured run, and its first steps, which do not count
+CONTEXT = 8192  # longest row in tokens
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SHAPE += ("num_attention_heads", "num_key_value_heads")
 SIZES = {
@@ -55,34 +55,34 @@ train:
   global_batch_size: {micro}, micro_batch_size: {micro}, eval_rows: {micro}}}
 deepspeed: ds_configs/zero3.json
 """
-PREPARING, RUNNING = 60, 100  # seconds that a run of `prepare` and of the trainer may take on a GPU's host
-UNHURRIED = 3  # times as long may all take in small, on cores that others use
+PREPARING, RUNNING = 60, 100  # time limits of `prepare` and the trainer on a GPU host, in seconds
+UNHURRIED = 3  # factor of all time limits with --quick, because the cores may be shared
 
 
 class MissingError(Exception):
-    """A figure lacks what it needs: a line says so, and no target is missed."""
+    """A figure cannot be measured because something is missing. It is reported, and misses no target."""
 
 
 @dataclass
 class Figures:
-    """The records of one part, kept as soon as they are there; one process writes at a time."""
+    """The records of one part, which are written immediately. Only one process writes at a time."""
 
-    directory: Path  # for figures, logs and traces, which are small
+    directory: Path  # for figures, logs and small traces
     part: str
-    quick: bool = False  # sizes that say whether it runs, not how well: no target holds
-    work: Path = Path()  # for weights, data and runs, which are not small
+    quick: bool = False  # small sizes, where only targets for correctness apply
+    work: Path = Path()  # for weights, data and runs, which are large
 
     def limit(self, seconds: float) -> float:
-        """Return how long something may take that has so many seconds on a GPU."""
+        """Return the time limit for something that may take `seconds` on a GPU."""
         return seconds * (UNHURRIED if self.quick else 1)
 
     def __call__(
         self, case: str, value: float | None, unit: str = "", *,
         at_most: float | None = None, at_least: float | None = None, always: bool = False, note: str = "",
     ) -> None:  # fmt: skip
-        """Keep a figure with its target; both bounds: within them. None, or NaN, misses a target.
+        """Record a figure with its target, which is one or two bounds. None and NaN miss every target.
 
-        `always`: it is a matter of right and wrong, and holds in small as well.
+        always: the target is for correctness and also applies with --quick.
         """
         if value is not None and value != value:
             value, note = None, f"not a number; {note}"
@@ -94,16 +94,16 @@ class Figures:
         self._keep(case, value, unit, target, met, note)
 
     def skip(self, case: str, why: object) -> None:
-        """Keep that something could not be measured here."""
+        """Record that something could not be measured here."""
         self._keep(case, None, "", "", None, f"left out: {why}")
 
     def failed(self, case: str, why: object) -> None:
-        """Keep that something which should work did not."""
+        """Record that something did not work."""
         self._keep(case, None, "", "works", False, str(why))
 
     @contextlib.contextmanager
     def attempt(self, case: str) -> Iterator[None]:
-        """Keep what goes wrong in the block as a failure of `case`, and what is missing as left out."""
+        """Record an error in the block as a failure of `case`, and something missing as left out."""
         try:
             yield
         except MissingError as error:
@@ -128,13 +128,13 @@ class Figures:
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Return what is kept so far: `records`, and `about` the sessions that the parts ran in."""
+    """Return the results so far: `records`, and `about` with the session of each part."""
     path = directory / RESULTS
     return json.loads(path.read_text()) if path.is_file() else {"records": []}
 
 
 def begin(directory: Path, parts: list[str], **about: Any) -> None:
-    """Forget the records of parts that are about to run again; those of others stay; `about` this session."""
+    """Delete the records of parts that are about to run again, and record `about`, this session."""
     results = read(directory)
     results["about"] = results.get("about", {}) | dict.fromkeys(parts, about)
     results["records"] = [record for record in results["records"] if record["part"] not in parts]
@@ -143,14 +143,14 @@ def begin(directory: Path, parts: list[str], **about: Any) -> None:
 
 
 def cells(record: dict[str, Any]) -> list[str]:
-    """Return part, figure, value, target, verdict and note of a record for people."""
+    """Return the part, figure, value, target, verdict and note of a record as texts."""
     value = "" if record["value"] is None else f"{record['value']:,.4g} {record['unit']}".rstrip()
     mark = {True: "met", False: "MISSED", None: ""}[record["met"]]
     return [record["part"], record["what"], value, record["target"], mark, record["note"]]
 
 
 def table(directory: Path) -> int:
-    """Print everything that is kept; return 1 when a target is missed or something failed, else 0."""
+    """Print all results. Return 1 if a target is missed or something failed, else 0."""
     records = read(directory)["records"]
     grid = Table("part", "figure", "value", "target", "", "note")
     for record in records:
@@ -168,7 +168,7 @@ def needs(*packages: str) -> None:
 
 
 def random_model(size: str, dtype: torch.dtype, attention: str = "sdpa", **changes: Any) -> Any:
-    """Return a LLaMA of that size with random weights; `changes` are those of its configuration."""
+    """Return a LLaMA of a size with random weights. `changes` are changes of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     keys = dict(zip(SHAPE, SIZES[size], strict=True)) | {"max_position_embeddings": CONTEXT} | changes
@@ -179,11 +179,11 @@ def random_model(size: str, dtype: torch.dtype, attention: str = "sdpa", **chang
 
 
 def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
-    """Return a recipe on prepared data: rows of `block` tokens, `micro` of them a step.
+    """Return a recipe on prepared data, with rows of `block` tokens and `micro` rows per step.
 
-    Raises MissingError where a run of it could not start.
+    Raises MissingError if a package that its run needs is missing.
     """
-    needs("pydantic", "deepspeed", "hjson", "pynvml")  # what a run needs and a host with PyTorch may lack
+    needs("pydantic", "deepspeed", "hjson", "pynvml")  # packages that a run needs and a PyTorch host may lack
     model = show.work / "models" / size
     if not model.is_dir():
         random_model(size, torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
@@ -192,7 +192,7 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
 
 
 def prepared(show: Figures, size: str, block: int, micro: int) -> Path:
-    """Return the same recipe, whose data are prepared; the model may be absent."""
+    """Write a recipe, prepare its data and return its path. The model may be absent."""
     model, data = show.work / "models" / size, show.work / f"data-{block}"
     texts = {"pieces": 600, "limit": 400} if show.quick else {"pieces": 1600, "limit": 3000}
     path = show.work / "recipes" / f"{size}-{block}-{micro}.yaml"
@@ -206,14 +206,14 @@ def prepared(show: Figures, size: str, block: int, micro: int) -> Path:
 
 
 def environment(**changes: Any) -> dict[str, str]:
-    # tests.bench.common has set the number of threads; on a GPU the trainer chooses for itself
+    # tests.bench.common has set the number of threads, which the trainer chooses itself on a GPU
     usual = {"OMP_NUM_THREADS": None} if GPU else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     merged = os.environ | {"PYTHONUNBUFFERED": "1"} | usual | changes
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def run(arguments: list[str], seconds: float, **changes: Any) -> None:
-    """Run a Python process. Raises RuntimeError with its last words where it fails or takes longer."""
+    """Run a Python process. Raises RuntimeError if it fails or takes longer than `seconds`."""
     options: dict[str, Any] = {"cwd": REPO, "env": environment(**changes), "timeout": seconds, "text": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
@@ -226,12 +226,12 @@ def run(arguments: list[str], seconds: float, **changes: Any) -> None:
 
 
 def kill_family(process: subprocess.Popen[Any]) -> None:
-    """End a process that was started in a session of its own, and all that it has started."""
+    """Kill a process that leads a session, and all processes that it has started."""
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # those, too, whose parents have ended before
+        os.killpg(process.pid, signal.SIGKILL)  # also processes whose parents have ended
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
@@ -239,7 +239,7 @@ def kill_family(process: subprocess.Popen[Any]) -> None:
 
 
 def last_words(output: str) -> str:
-    """Return the line that says why a process failed, as far as one can tell."""
+    """Return the line of the output that most likely explains why a process failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if line.startswith("error: ") or "Error" in line]
     return (telling or lines or ["no output"])[-1][:300]
@@ -248,12 +248,12 @@ def last_words(output: str) -> str:
 def measure(
     show: Figures, name: str, shape: tuple[str, int, int], *options: str, **changes: Any
 ) -> dict[str, Any]:
-    """Return what the worker finds in STEPS steps of the recipe of a shape.
+    """Run the worker for STEPS steps on the recipe of a shape, and return its results.
 
-    options: overrides of the recipe. changes: those of the environment.
+    options: overrides of the recipe, and flags of the worker. changes: changes of the environment.
     """
     path, run_dir = recipe(show, *shape), show.run_dir(name)
-    shutil.rmtree(run_dir, ignore_errors=True)  # what another campaign left there
+    shutil.rmtree(run_dir, ignore_errors=True)  # left by an earlier campaign
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     results = run_dir.with_suffix(".json")
     arguments = ["-m", "tests.campaigns.gpu_worker", "--to", str(results), "--steps", str(STEPS), str(path)]

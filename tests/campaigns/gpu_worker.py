@@ -1,10 +1,10 @@
-"""One run of the trainer as it is, watched from outside; stops without saving once enough has been seen.
+"""Measure one run of the unmodified trainer, and stop it without saving after enough steps.
 
     python -m tests.campaigns.gpu_worker --to FILE.json --steps N [--whole] [--waits] RECIPE [key=value ...]
 
-Writes seconds and loss of every step, peak memory, and what `plan` predicts.
---whole: to the end, with every save timed and the export written.
---waits: also how often the host waits for the device, in a step and in the head.
+Writes the seconds and the loss of every step, the peak memory, and the prediction of `plan`.
+--whole: run to the end, time every save and write the export.
+--waits: also count how often the host waits for the device, in a step and in the head.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from tests.helpers.waits import waits
 
 
 class EnoughError(Exception):
-    """The run has been watched for long enough."""
+    """The run has been measured for long enough."""
 
 
 class Watcher:
-    """Stands around the trainer's steps, its head and its saves; public attributes are the results."""
+    """Wraps the trainer's steps, head and saves. The public attributes are the results."""
 
     def __init__(self, steps: int | None, counts: bool) -> None:
-        """steps: None for all. counts: also what makes the host wait, which costs a little time."""
+        """steps: number of steps, None for all. counts: count waits of the host, which costs some time."""
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.waits: list[int] = []  # of whole steps
-        self.head_waits: list[int] = []  # of the fused head alone, each time that it ran
-        self.stalls: list[float] = []  # seconds that a save costs the steps
+        self.waits: list[int] = []  # per step
+        self.head_waits: list[int] = []  # per call of the fused head
+        self.stalls: list[float] = []  # seconds that each save delays the steps
         self.peak: dict[str, int] = {}
-        self.adapters: list[str] = []  # types of the weights that train
+        self.adapters: list[str] = []  # types of the trainable weights
         self._steps, self._counts = steps, counts
         for owner, name, around in (
             (Engine, "train_step", self._step),
@@ -105,7 +105,7 @@ def _settle() -> None:
 
 
 def predicted(config: RunConfig) -> dict[str, float]:
-    """Return bytes and seconds of a step as `plan` has them; no seconds on a GPU that it does not know."""
+    """Return the bytes, tokens and seconds that `plan` predicts for a step. An unknown GPU has no seconds."""
     ready = check_run(config, 1)
     sizes = sizes_of(ready.model, ready.hf_config)
     attended = ready.data.mean_context()

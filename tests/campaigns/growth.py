@@ -1,17 +1,17 @@
-"""Costs of a preparation as its data grow: CPU time, memory and bytes on disk, at three sizes.
+"""Measure how the costs of a preparation grow with its data: CPU time, memory and disk, at three sizes.
 
     python -m tests.campaigns.growth [--parts rows length files groups limit] [--rows 131072]
 
-Each size is four times the one before, and everything else stays. The parts:
+Each size is four times the one before, and nothing else changes. The parts are named after what grows:
 
 rows    the number of rows
 length  the bytes of a row
 files   the number of files, with the same rows
-groups  the rows of each group of near duplicates, with the same rows
+groups  the rows of each group of near duplicates, with the same number of rows
 limit   the number of rows, of which data.limit_tokens takes about half
 
 Units, blocks and batches are so small that the smallest number of rows makes four units. An exponent of 1
-means in proportion, and 0 means no growth. Exits 1 when one is too high.
+means proportional growth, and 0 means no growth. Exits with code 1 if an exponent is too high.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.helpers.corpus import tiny_tokenizer
 
 FACTOR = 4
 SIZES = 3
-MOST = {"CPU": 1.1, "memory": 0.1, "disk": 1.1}  # exponents
+MOST = {"CPU": 1.1, "memory": 0.1, "disk": 1.1}  # largest exponents
 CHILD = """
 import sys, time
 from pathlib import Path
@@ -62,7 +62,7 @@ print(time.process_time(), peak / 1024, sum(sizes))
 
 
 def write_rows(directory: Path, rows: int, words: int, files: int = 1, group: int = 1) -> None:
-    """Write rows of random words in files of about the same size. group: rows that differ in one word."""
+    """Write rows of random words to similarly large files. group: number of rows that differ in one word."""
     rng = np.random.default_rng(0)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     vocabulary = ["".join(rng.choice(letters, length)) for length in rng.integers(3, 9, 20_000)]
@@ -82,7 +82,7 @@ def write_rows(directory: Path, rows: int, words: int, files: int = 1, group: in
 def measure(directory: Path, unit: int, data: dict[str, Any]) -> list[float]:
     """Return the costs of a preparation by one process: CPU seconds, MiB, and bytes of parts and plan.
 
-    unit: rows of a unit.
+    unit: rows per unit.
     """
     common = {"dir": str(directory / "out"), "root": str(directory), "tokenizer": str(tiny_tokenizer())}
     common |= {"sources": [{"files": "*.txt", "format": "lines"}], "sequence_len": 1024, "shards": 4}
@@ -94,7 +94,7 @@ def measure(directory: Path, unit: int, data: dict[str, Any]) -> list[float]:
 
 
 class Part(NamedTuple):
-    """What grows."""
+    """A quantity that grows."""
 
     unit: str
     first: int  # smallest size
@@ -103,7 +103,7 @@ class Part(NamedTuple):
 
 
 def parts(rows: int) -> dict[str, Part]:
-    """Return what can grow, by name. rows: the smallest number of rows."""
+    """Return the quantities that can grow, by name. rows: the smallest number of rows."""
     return {
         "rows": Part("rows", rows, lambda size: {"rows": size, "words": 12}),
         "length": Part("words a row", 16, lambda size: {"rows": rows // 8, "words": size}),
