@@ -1,19 +1,18 @@
-"""The image, built without Docker and run without rights. Needs root and Debian's packages.
+"""Build the image without Docker and run it without privileges. Needs root and Debian's packages.
 
     python -m tests.campaigns.image [--parts verbs cuda stops evaluation quickstart] [--torch-args TORCH_ARGS]
 
-The Dockerfile is built by buildah (chroot isolation) on a base made by debootstrap, with what pip is
-configured to on this machine, which decides whether PyTorch is built for CUDA. Everything then runs under
-podman as a user that is not root, with a root file system that is only read, no capabilities, no network, and
-one volume.
+buildah builds the Dockerfile (chroot isolation) on a base made by debootstrap, with this machine's pip
+configuration, which decides whether PyTorch is built for CUDA. podman then runs everything as an ordinary
+user, with a read-only root file system, without capabilities and network, and with one volume.
 
-verbs       what the image says of itself; its verbs, and a wrong one
-cuda        imports, libraries and sizes, where PyTorch is built for CUDA; what needs a GPU is named
-stops       prepare; a run that is stopped, then killed, and resumes with the losses of one left alone; health
+verbs       the image's configuration, its subcommands, and an invalid one
+cuda        imports and sizes, and the libraries if PyTorch is built for CUDA
+stops       prepare, a run that is stopped, killed and resumed with the losses of an undisturbed run, health
 evaluation  evaluate and watch, by a user that the image does not know
 quickstart  raw text to report
 
-Prints a table and exits 1 when something fails. Where it cannot run it says why and exits 0.
+Prints a table and exits with code 1 if something fails. If it cannot run, it is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from tests.helpers.evaluating import tiny_model, write_tasks
 from tests.helpers.launching import PIPED, losses, tiny_recipe, wait_for, wait_for_step
 
 PACKAGES = ["debootstrap", "buildah", "podman", "runc"]
-SUITE, NEEDED = "bookworm", 30  # of Debian, as in the Dockerfile; GiB of disk
+SUITE, NEEDED = "bookworm", 30  # Debian release as in the Dockerfile, GiB of free disk
 UNKNOWN = 4321  # a user without an entry in the image
-# A driver brings the first two. The others are for what nothing here uses: cuFile over RDMA, and NVSHMEM over
+# A driver provides the first two. The others belong to unused features: cuFile over RDMA, and NVSHMEM over
 # MPI, UCX, PMIx and libfabric.
 ABSENT = {"libcuda.so.1", "libnvidia-ml.so.1", "librdmacm.so.1", "libucs.so.0", "libucp.so.0"}
 ABSENT |= {"libpmix.so.2", "libfabric.so.1", "liboshmem.so.40", "libmpi.so.40"}
@@ -47,13 +46,13 @@ CONSTANT = "train.lr_scheduler_type=constant"
 CONFINED = [
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:rw,exec,mode=1777", "--network", "none"),
     *("--cap-drop", "all", "--security-opt", "no-new-privileges", "--health-interval", "disable"),
-    # podman's own are above what may be set
+    # podman's defaults are above the allowed limits
     *("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096"),
 ]
 
 
 class Image:
-    """The image and its containers; storage and volume lie below `directory`."""
+    """The image and its containers. `directory` contains the storage and the volume."""
 
     NAME = "localhost/emo-test"
 
@@ -63,7 +62,7 @@ class Image:
         self.volume.chmod(0o777)
         self.storage = ["--root", str(directory / "storage"), "--runroot", str(directory / "run")]
         self.storage += ["--storage-driver", "overlay"]
-        # It logs as an error that no systemd runs health checks; runc works with cgroups of either version.
+        # podman logs an error if systemd cannot run health checks. runc works with both versions of cgroups.
         self.podman = ["podman", *self.storage, "--log-level", "fatal", "--runtime", "runc"]
 
     def ask(self, *arguments: str) -> str:
@@ -86,7 +85,7 @@ class Image:
         return [*self.podman, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
 
     def run(self, *arguments: str, user: int = 1001, entry: str = "") -> tuple[int, str]:
-        """Return a container's exit code and output; `entry` stands for the image's entry point."""
+        """Run a container and return its exit code and output. `entry` replaces the image's entry point."""
         options = ("--entrypoint", entry) if entry else ()
         done = subprocess.run(self.command(*arguments, user=user, options=options), **PIPED)
         return done.returncode, done.stdout
@@ -97,7 +96,7 @@ class Image:
 
 
 def pip_configuration(directory: Path) -> list[Path]:
-    """Write pip.conf as pip is configured here; return the directories that it needs in the same place."""
+    """Write this machine's pip.conf, and return the directories that it needs under the same paths."""
     directory.mkdir()
     settings = {}
     for line in call(sys.executable, "-m", "pip", "config", "list").splitlines():
@@ -106,7 +105,7 @@ def pip_configuration(directory: Path) -> list[Path]:
     mounts = {Path(url).parent for url in re.findall(r"file://(\S+)", " ".join(settings.values()))}
     if Path(settings.get("find-links", "none")).is_dir():
         mounts.add(Path(settings["find-links"]))
-    if "cert" in settings:  # elsewhere than here, where the base has its own
+    if "cert" in settings:  # copied, because the base has its own file at this path
         settings["cert"] = str(shutil.copy(settings["cert"], directory / "certificates"))
         mounts.add(directory)
     lines = [f"{key} = {value}\n" for key, value in settings.items()]
@@ -115,7 +114,7 @@ def pip_configuration(directory: Path) -> list[Path]:
 
 
 def verbs(image: Image, show: Campaign) -> None:
-    """The image's configuration, what is in it and what is not, its verbs."""
+    """Check the image's configuration, its content and its subcommands."""
     inspected = json.loads(image.ask("image", "inspect", image.NAME))[0]
     config = inspected["Config"]
     labels = {key.rpartition(".")[2]: value for key, value in (config.get("Labels") or {}).items()}
@@ -143,7 +142,7 @@ def verbs(image: Image, show: Campaign) -> None:
 
 
 def cuda(image: Image, show: Campaign) -> None:
-    """Show what a CUDA image holds that can be seen without a GPU."""
+    """Check the content of a CUDA image as far as possible without a GPU."""
     code, out = image.run("-m", "tests.helpers.libraries", entry="python")
     if code:
         show("cuda", "imports", out[-800:], False)
@@ -181,7 +180,7 @@ class Training:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def end(self, *command: str) -> int:
-        """Do a command of podman with it; return the exit code when it has ended."""
+        """Run a podman command on the container, if any, and return the exit code once it has ended."""
         if command:
             self.image.ask(*command, self.name)
         return self.process.wait(600)
@@ -198,7 +197,7 @@ class Training:
 
 
 def stops(image: Image, show: Campaign) -> None:
-    """Preparation, a stop, a kill, the end, and health on the way."""
+    """Prepare data, then stop, kill and finish a run, and check the health of a run."""
     host = image.directory / "recipe"
     host.mkdir()
     text = tiny_recipe(host).read_text()
@@ -217,7 +216,7 @@ def stops(image: Image, show: Campaign) -> None:
     stopped = run.last_step()
     run = Training(image, "disturbed", *long)
     wait_for_step(run.run_dir, stopped + 6)
-    code = run.end("kill", "--signal", "KILL")  # the whole container, as the kernel does when memory is full
+    code = run.end("kill", "--signal", "KILL")  # kills the container, as the kernel does when memory is full
     show("stops", "then killed", f"exit code {code} at step {run.last_step()}", code == 137)
     run = Training(image, "disturbed", *long)
     good = run.end() == 0 and losses(run.run_dir) == losses(alone.run_dir)
@@ -226,7 +225,7 @@ def stops(image: Image, show: Campaign) -> None:
     words = "finished; losses equal those of the run left alone"
     show("stops", "the same command again", words, good, output[-800:])
 
-    # A rank that hangs makes the container unhealthy; one that goes on, healthy again.
+    # A hung rank makes the container unhealthy. Once the rank continues, the container is healthy again.
     run = Training(image, "hangs", "train.max_steps=200000", "train.save_steps=100000", hang_seconds=15)
     wait_for_step(run.run_dir, 3)
     show("stops", "health of a run", "healthy", run.healthy())
@@ -244,7 +243,7 @@ def stops(image: Image, show: Campaign) -> None:
 
 
 def evaluation(image: Image, show: Campaign) -> None:
-    """A model and a run's export, by an unknown user; SIGTERM ends a watcher."""
+    """Evaluate a model and a run's export as an unknown user, and stop a watcher by SIGTERM."""
     run = image.volume / "evaluated"
     tiny_model(run / "export")
     write_tasks(image.volume / "tasks", ["sst2"], train=20, test=8)

@@ -1,14 +1,14 @@
-"""Answers and verdicts survive kills: `emo answer` and `emo judge`, killed over and over and run again.
+"""Check that answers and verdicts are correct when `emo answer` and `emo judge` are killed and run again.
 
     python -m tests.campaigns.judging [--kills 20] [--questions 50] [--seed 0]
 
-Two models answer questions, then a judge compares their answers in both orders: first undisturbed, then
-killed with -9 at seeded random moments (while they load, sample or write) and started again by the
-same command, until that has happened so often. Every file but the leases must equal the undisturbed one's
-byte for byte. The judge's replies are 1 or 2, so that verdicts are read. Chunks are small, so that something
-is left to resume.
+Two models answer questions, and a judge compares their answers in both orders. The first evaluation is
+undisturbed. Later ones are killed with -9 at seeded random moments (while they load, sample or write) and
+started again by the same command, until there were --kills kills. All files except leases must equal the
+undisturbed files byte for byte. The judge replies 1 or 2, so that verdicts can be read. Chunks are small, so
+that something is left to resume.
 
-Prints a table, writes runs/judging.json, and exits 1 when anything differs.
+Prints a table, writes runs/judging.json, and exits with code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def files(out: Path) -> dict[str, bytes]:
 
 
 def evaluate(root: Path, out: Path) -> None:
-    """Answers of two models, then a judge's verdicts on them, of one token each; with small chunks."""
+    """Let two models answer and a judge compare the answers, with verdicts of one token and small chunks."""
     Answering.chunk, Judging.chunk = 8, 4
     common = f"--output_path {out} --max_new_tokens"
     options = f"--questions {root}/questions.jsonl {common} 40"
@@ -56,7 +56,7 @@ def evaluate(root: Path, out: Path) -> None:
 
 
 def judging(root: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Kill evaluations, one after the other until there were so many kills."""
+    """Kill one evaluation after the other, until there were `args.kills` kills."""
     os.environ["EVAL_CACHE"] = str(root / "cache")
     for seed, name in enumerate(MODELS):
         tiny_model(root / name, seed)
@@ -65,7 +65,7 @@ def judging(root: Path, args: argparse.Namespace, show: Campaign) -> None:
     write_jsonl(root / "questions.jsonl", [{"id": i, "instruction": text} for i, text in enumerate(texts)])
     began, whole = time.monotonic(), root / "whole"
     to_the_end(evaluate, (root, whole), 0, float)
-    # Until the first kill of a life, and then between kills: about six kills of each.
+    # Seconds before each kill, so that each evaluation is killed about six times.
     moment = functools.partial(random.Random(args.seed).uniform, 0, (time.monotonic() - began) / 3)
     expected, killed, lives, same = files(whole), 0, 0, 0
     while killed < args.kills:

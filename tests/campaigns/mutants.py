@@ -1,9 +1,9 @@
-"""Mutants that the suite has to notice: python -m tests.campaigns.mutants
+"""Check that the test suite notices mutants: python -m tests.campaigns.mutants
 
-Each mutant of `mutants.json` changes one line; it is killed when the tests of its file fail. Survivors are
-listed: some change nothing that matters, the others show where a test is missing. --jobs run side by side, in
-copies of the working tree under build/mutants/. --only those of files whose path has a word in it; --write
-notes which are killed.
+Each mutant of `mutants.json` changes one line. It is killed if the tests of its file fail. Survivors are
+listed. Some change nothing important, and the others show that a test is missing. --jobs run in parallel, in
+copies of the working tree under build/mutants/. --only selects files whose path contains a text. --write
+records which mutants are killed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.conftest import REPO
 
 MUTANTS = Path(__file__).with_suffix(".json")
 COPIES = REPO / "build" / "mutants"
-SECONDS = 600  # for the tests of one mutant; what takes longer hangs, and is noticed
+SECONDS = 600  # for the tests of one mutant. A hung test counts as failed.
 
 
 def tests_fail(tree: Path, tests: list[str]) -> bool:
-    """Run tests in a copy until the first failure; True when one fails or they do not end."""
+    """Run tests in a copy until the first failure. Return True if one fails or they do not end."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     environment = {"SHARED_DATA": str(REPO.parent / "shared" / "data")} | os.environ
     environment |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -47,7 +47,7 @@ def tests_fail(tree: Path, tests: list[str]) -> bool:
 
 
 def killed(tree: Path, mutant: dict[str, Any], tests: list[str]) -> bool | str:
-    """Return whether the tests of a mutant's file fail with it, or that its line is gone."""
+    """Return whether the tests of a mutant's file fail, or a message if its line is not there once."""
     path = tree / mutant["file"]
     original = path.read_text(encoding="utf-8")
     if original.count(mutant["before"] + "\n") != 1:

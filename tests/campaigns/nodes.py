@@ -1,4 +1,4 @@
-"""A cluster of many nodes on one machine: one that is slow, one that hangs, some that die, and who goes on.
+"""A cluster of many nodes on one machine, in which one is slow, one hangs, and some die.
 
 Every node is a network namespace on a bridge, with a name, a torchrun and one rank (tests/helpers/nodes.py).
 """
@@ -32,13 +32,13 @@ PATIENCE = 3600.0  # seconds
 
 
 def inside(host: str, command: list[str]) -> list[str]:
-    """Return the command that runs another one in a namespace, under its name."""
+    """Return a command that runs another command in a namespace, with its name as the hostname."""
     names = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
     return ["ip", "netns", "exec", host, *names, *command]
 
 
 def kill(host: str, word: bytes = b"") -> None:
-    """Kill the processes in a namespace with `word` in their command line."""
+    """Kill the processes in a namespace whose command line contains `word`."""
     listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout
     for pid in listed.split():
         with contextlib.suppress(OSError):
@@ -47,13 +47,13 @@ def kill(host: str, word: bytes = b"") -> None:
 
 
 class Cluster:
-    """Nodes on a bridge, and in a directory what is started on them."""
+    """Nodes on a bridge, and a directory for the files of their runs."""
 
     def __init__(self, directory: Path, count: int) -> None:
-        """count: of the nodes that train; there is one to spare."""
+        """count: number of nodes that train. There is also a spare."""
         self.directory, self.count = directory, count
         self.few = count - max(1, count // 8)
-        self.late = max(0.7, count / 16)  # seconds, of a slow rank; steps of many ranks on few cores are long
+        self.late = max(0.7, count / 16)  # seconds; steps of many ranks on few cores are long
         self.names = [f"node-{number:02d}" for number in range(count + 1)]
         train = {"max_steps": 4 * WINDOW, "save_steps": WINDOW - 1, "logging_steps": WINDOW}
         train |= {"global_batch_size": count, "micro_batch_size": 1, "timeout_minutes": max(1, count // 16)}
@@ -61,7 +61,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def up(self) -> Iterator[None]:
-        """Make the nodes' networks for the block."""
+        """Create the nodes' networks for the block."""
         try:
             call("ip", "link", "add", BRIDGE, "type", "bridge")
             call("ip", "link", "set", BRIDGE, "up")
@@ -84,11 +84,11 @@ class Cluster:
             subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
     def start(self, name: str, names: list[str], *words: str, **environment: str) -> Torchruns:
-        """Start torchrun with the same words on nodes, of which the last has the meeting point."""
+        """Start torchrun with the same arguments on all nodes. The last node hosts the rendezvous."""
         logs = self.directory / f"{name}-logs"
         logs.mkdir()
         least = self.few if len(names) > self.count else self.count
-        # many nodes on few cores are late to say that they live
+        # many nodes on few cores send keep-alives late
         patience = f"--rdzv-conf=join_timeout={PATIENCE:.0f},keep_alive_max_attempt={max(3, self.count // 2)}"
         meeting = [patience, "--rdzv-backend=emo", f"--rdzv-endpoint={names[-1]}:{PORT}", "--rdzv-id=emo"]
         shape = [f"--nnodes={least}:{self.count}", "--nproc-per-node=1", *meeting]
@@ -101,13 +101,13 @@ class Cluster:
 
 
 class Torchruns:
-    """A torchrun on every node of a start."""
+    """The torchrun processes of a start, one per node."""
 
     def __init__(self, logs: Path, process: subprocess.Popen[str]) -> None:
         self.logs, self.process, self.began = logs, process, time.monotonic()
 
     def until(self, condition: Callable[[], object], event: str) -> None:
-        """Wait for a condition, as long as any of them lives."""
+        """Wait for a condition. Fail if all processes end before."""
         wait_for(lambda: condition() or self.process.poll() is not None, event, PATIENCE)
         assert condition(), f"all ended without {event}: {self.said()[-3000:]}"
 
@@ -116,26 +116,26 @@ class Torchruns:
         self.until(lambda: any(r["step"] >= step for r in read_metrics(run_dir)), f"step {step}")
 
     def wait(self) -> dict[str, int]:
-        """Return the exit code of each, by node, once all have ended."""
+        """Wait until all processes have ended, and return their exit codes by node."""
         output, _ = self.process.communicate(timeout=PATIENCE)
         return {name: int(code) for name, code in re.findall(r"^(\S+) (-?\d+)$", output, re.M)}
 
     def said(self) -> str:
-        """Return what they and their ranks have printed."""
+        """Return the output of all processes and their ranks."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.logs.glob("*.log")))
 
 
 def nodes(directory: Path, show: Campaign, count: int) -> None:
-    """A slow rank; preflight; one run with a hung rank, a dead node and a spare, and dead ones without."""
+    """Check a slow rank, preflight, and a run with a hung rank and with dead nodes."""
     cluster = Cluster(directory, count)
     with cluster.up():
         undisturbed = slow(cluster, show)
         preflight(cluster, show)
-        faults(cluster, undisturbed, show)  # last: the dead nodes stay dead
+        faults(cluster, undisturbed, show)  # comes last, because dead nodes stay dead
 
 
 def slow(cluster: Cluster, show: Campaign) -> Path:
-    """A whole run with a slow rank; return its directory."""
+    """Run to the end with a slow rank, check that it is named, and return the run directory."""
     run_dir, names = cluster.directory / "slow", cluster.names[: cluster.count]
     late = names[len(names) // 3]
     command = ("launch/continual.sh", cluster.recipe, f"output_dir={run_dir}", "--json")
@@ -143,7 +143,7 @@ def slow(cluster: Cluster, show: Campaign) -> Path:
     running.until_step(run_dir, 2 * WINDOW)
     top = call(sys.executable, "-m", "emo", "top", run_dir, cwd=REPO)
     codes, seconds = running.wait(), time.monotonic() - running.began
-    # each record of a window is an event; the warning that it gives rise to comes before
+    # each window has a record, which is an event, and its warning comes before this event
     events = re.findall(r'"event": "(train)"|"text": "(rank \d+ on (\S+) is slow[^"]*)"', running.said())
     warnings, window = [], 1
     for record, text, host in events:
@@ -154,14 +154,14 @@ def slow(cluster: Cluster, show: Campaign) -> Path:
     otherwise = f"{late} is late: {words}; {codes}; {running.said()[-2000:]}"
     show("nodes", "a slow rank", f"{words}; all took {seconds:.0f} s", good, otherwise)
     rows = [re.split("  +", line) for line in top.splitlines() if re.match(r"\d+ +node", line)]
-    slowest = max(rows, key=lambda row: float(row[5].split()[0]))  # that it works alone
+    slowest = max(rows, key=lambda row: float(row[5].split()[0]))  # time of working alone
     good = slowest[1] == late and len(rows) == cluster.count
     show("nodes", "emo top", f"rank {slowest[0]} on {slowest[1]} works alone for {slowest[5]}", good, top)
     return run_dir
 
 
 def faults(cluster: Cluster, undisturbed: Path, show: Campaign) -> None:
-    """One run with a spare node, that nobody starts again."""
+    """Check that a run with a spare node survives faults without being started again."""
     run_dir, names, count = cluster.directory / "faults", cluster.names, cluster.count
     command = ("--max-restarts=9", "launch/continual.sh", cluster.recipe, f"output_dir={run_dir}")
     running = cluster.start("faults", names, *command)
@@ -180,7 +180,7 @@ def faults(cluster: Cluster, undisturbed: Path, show: Campaign) -> None:
 
     def die(hosts: list[str]) -> None:
         for host in hosts:
-            call("ip", "-n", host, "link", "set", "eth0", "down")  # first: nobody hears of the end
+            call("ip", "-n", host, "link", "set", "eth0", "down")  # first, to hide the kill
             kill(host)
 
     def finding(case: str, words: str, good: bool) -> None:
@@ -212,7 +212,7 @@ def faults(cluster: Cluster, undisturbed: Path, show: Campaign) -> None:
     finding("dead nodes without a spare", words, good and {codes[h] for h in names if codes[h] >= 0} == {0})
 
     expected, actual = losses(undisturbed), losses(run_dir)
-    same = actual[:2] == expected[:2]  # on as many ranks
+    same = actual[:2] == expected[:2]  # on the same number of ranks
     apart = max(abs(np.subtract(a, b)).max() for a, b in zip(actual, expected, strict=True))
     before, after = (load_file(path / EXPORT / "model.safetensors") for path in (undisturbed, run_dir))
     off = max(abs(before[name] - after[name]).max() for name in before)
@@ -222,7 +222,7 @@ def faults(cluster: Cluster, undisturbed: Path, show: Campaign) -> None:
 
 
 def preflight(cluster: Cluster, show: Campaign) -> None:
-    """Preflight with a bad node."""
+    """Check that preflight names a bad node."""
     names = cluster.names[: cluster.count]
     bad = names[len(names) // 2]
     command = ("emo/__main__.py", "preflight", cluster.recipe, f"output_dir={cluster.directory / 'none'}")
@@ -232,7 +232,7 @@ def preflight(cluster: Cluster, show: Campaign) -> None:
     running.wait()
     seconds, output = time.monotonic() - running.began, running.said()
     unfit = re.findall("^unfit: (.*)$", output, re.M)
-    good = len(unfit) == 1 and bad in unfit[0].split(",")  # on cores that others use, too, more may be slow
+    good = len(unfit) == 1 and bad in unfit[0].split(",")  # on shared cores, more nodes may be slow
     show(
         "nodes",
         "preflight with a bad node",

@@ -1,9 +1,9 @@
-"""The loss inside the oldest release of TRL that pyproject.toml allows; the suite has the newest.
+"""Test the loss in the oldest release of TRL that pyproject.toml allows. The suite tests the newest.
 
     python -m tests.campaigns.oldest_trl [VERSION ...]
 
-Each release is downloaded into a directory of its own, which stands before the environment's packages, so
-that all else stays as locked. Exits with pytest's code.
+Each release is installed into a temporary directory, which precedes the environment's packages, so that all
+other packages stay as locked. Exits with pytest's code.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The quickstart's promises, on a fresh copy of the checkout: once undisturbed, once killed over and over.
+"""Check the quickstart's promises on a fresh copy of the checkout, once undisturbed and once with kills.
 
     python -m tests.campaigns.quickstart [--kills 8] [--seed 0]
 
-whole    first words within 2 seconds, CPU time for 8 minutes on two cores, a base model with headroom, gains
-         whose intervals do not cover zero, and no task that all models guess
-killed   everything that it started is killed with -9 at seeded random moments, and the same command is run
-         again; every accuracy must equal the undisturbed run's
-next     the lines that it ends with, on a file of one's own
+whole    The first output comes within 2 seconds. The CPU time is below 8 minutes on two cores. The base model
+         has headroom. All gains have intervals above zero. On each task a model is better than guessing.
+killed   All its processes are killed with -9 at seeded random moments, and the same command is run again.
+         Every accuracy must equal the undisturbed run's.
+next     The commands that it prints at its end are run on a custom file.
 
-Prints a table, writes runs/quickstart-campaign.json, and exits 1 when a promise is not kept.
+Prints a table, writes runs/quickstart-campaign.json, and exits with code 1 if a promise is not kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from emo.launch import quickstart
 from tests.campaigns.campaign import Campaign, conduct, copy_checkout
 from tests.helpers.corpus import texts, write_jsonl
 
-CEILING = 0.95  # of the base model's accuracy on any task
+CEILING = 0.95  # upper bound of the base model's accuracy on each task
 COMMAND = [sys.executable, "launch/quickstart.py"]
 
 
@@ -45,7 +45,7 @@ def accuracies(directory: Path) -> dict[tuple[str, str], float]:
 
 
 def whole(directory: Path, show: Campaign) -> None:
-    """An undisturbed quickstart: its time, and what its results promise."""
+    """Run the quickstart undisturbed, and check its time and its results."""
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(COMMAND, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
@@ -75,14 +75,14 @@ def whole(directory: Path, show: Campaign) -> None:
 
 
 def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show: Campaign) -> None:
-    """A quickstart that is killed at random moments, and run again."""
+    """Kill a quickstart at random moments, run it again, and compare its accuracies."""
     done, nothing = 0, subprocess.DEVNULL
     for _ in range(kills):
         process = subprocess.Popen(COMMAND, cwd=directory, stdout=nothing, stderr=nothing)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=rng.uniform(2, 75))
             break
-        for item in psutil.process_iter():  # all that work in the copy, whoever started them
+        for item in psutil.process_iter():  # all processes that work in the copy
             with contextlib.suppress(psutil.Error):
                 if Path(item.cwd()) == directory:
                     item.kill()
@@ -94,7 +94,7 @@ def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show
 
 
 def afterwards(directory: Path, show: Campaign) -> None:
-    """The lines that it ends with, on a file of one's own."""
+    """Run the commands that the quickstart prints at its end, on a custom file."""
     write_jsonl(directory / "my.jsonl", texts(400))
     for command in (command for line in quickstart.next_commands("my.jsonl") for command in line):
         command[0] = sys.executable if command[0].endswith("python") else command[0]

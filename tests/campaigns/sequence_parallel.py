@@ -1,13 +1,13 @@
-"""Ranks that share rows train as one process does: python -m tests.campaigns.sequence_parallel
+"""Check that ranks that share rows train as one process does: python -m tests.campaigns.sequence_parallel
 
-matrix    packed rows under ZeRO-1 and ZeRO-3, on 1, 2 and 4 ranks of which 1, 2 or 4 share a row. The loss of
-          every step must be that of a plain optimizer on complete rows, within 1e-6.
-recipes   runs of a recipe on one rank, and on four of which two share a row: LoRA, a teacher, Muon,
-          checkpointing of activations and mixed sets.
-memory    a row of 32k tokens on one rank, and shared by four: a rank must hold a quarter of the activations
-          within 10 %, and what is planned within 5 %. Both also with tiled MLPs.
+matrix    Packed rows train under ZeRO-1 and ZeRO-3 on 1, 2 and 4 ranks, with 1, 2 or 4 ranks per row. The
+          loss of every step must equal the loss of a plain optimizer on complete rows, within 1e-6.
+recipes   Recipes train on one rank, and on four ranks with two per row. They cover LoRA, teachers, Muon,
+          tiled MLPs, checkpointing of activations and two validation sets.
+memory    A row of 32k tokens is on one rank, or shared by four. A rank must hold a quarter of the activations
+          within 10 %, and the planned memory within 5 %, with and without tiled MLPs.
 
-Prints a table, and exits 1 if a loss differs.
+Prints a table, and exits with code 1 if a result is outside its bound.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers import launching
 from tests.helpers.sequence_worker import FAMILIES, Case, train_plain
 
 BOUND = 1e-6
-SMALL = 0.05  # size from which differences are relative: a KL is a small difference of large numbers
+SMALL = 0.05  # smallest reference of a relative difference, as a KL is a small difference of large numbers
 OBJECTIVES = ["mle", "emo", "tailr", "sum", "teacher"]
 LORA = ('model.lora={"r": 4, "dropout": 0}', "train.learning_rate=0.01")
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -85,12 +85,12 @@ def run_recipes(directory: Path, args: argparse.Namespace, show: Campaign) -> No
             records = read_metrics(run_dir)
             results.append([record[key] for record in records for key in KEYS if key in record])
         error = difference(results[1], results[0])
-        bound = 50 * BOUND if name == "muon" else BOUND  # it amplifies rounding, also of complete rows
+        bound = 50 * BOUND if name == "muon" else BOUND  # Muon amplifies rounding, also with complete rows
         show("recipes", name, f"{error:.1e} in {len(results[0])} measurements", error <= bound)
 
 
 def run_memory(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Compare the peak memory of a rank with the plan, and with that of a rank that has the complete row."""
+    """Compare a rank's peak memory with the plan, and its activations with a rank that has the whole row."""
     for name, settings in (("plain", ()), ("tiled", ("model.tiled_mlp=true",))):
         measured = {}
         for n in (1, 4):

@@ -1,17 +1,17 @@
-"""The long campaign: a run killed over and over, and checkpoints damaged in every way we could think of.
+"""Kill a run repeatedly, and damage checkpoints in every known way.
 
     python -m tests.campaigns.soak [--kills 20] [--seed 0] [--parts kills damage disks stops]
 
-kills   one 2-rank ZeRO-3 run, disturbed at seeded random moments (while it starts, trains, saves or resumes)
-        and started again by the same command, until that has happened so often and it is finished. The
-        launcher is the `deepspeed` command or launch/continual.sh in turn; the victims are in VICTIMS. Every
-        logged loss must equal the undisturbed run's bit for bit, and no unfinished life may end with 0.
-damage  the newest checkpoint of a run is damaged; the run must say so, resume from the one before, and end
-        with the losses of the undisturbed run.
-disks   a disk fills up while a checkpoint is written; one line says so and every older one stays.
-stops   time of a start that resumes beside one that does not.
+kills   A 2-rank ZeRO-3 run is disturbed up to --kills times at seeded random moments (while it starts,
+        trains, saves or resumes), started again by the same command, and finished. The launchers `deepspeed`
+        and `emo train` take turns, and VICTIMS lists the victims. Every logged loss must equal the
+        undisturbed run's bit for bit, and no unfinished launch may exit with code 0.
+damage  The newest checkpoint of a run is damaged. The run must resume from the one before, and finish with
+        the losses of the undisturbed run.
+disks   A disk fills up while a checkpoint is written. One line must report it, and older checkpoints stay.
+stops   The time of a start that resumes is compared with a cold start.
 
-Prints a table, writes runs/soak.json, and exits 1 when anything was lost, wrong or hung.
+Prints a table, writes runs/soak.json, and exits with code 1 if anything was lost, wrong or hung.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from tests.campaigns.campaign import Campaign, conduct
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses
 
-# Killed with -9, but for Ctrl-C, which goes to the foreground process group while a step takes longer than
-# the 30 seconds after which DeepSpeed's launcher kills its ranks.
+# Victims are killed with -9. Ctrl-C goes to the foreground process group instead, while a step takes longer
+# than the 30 seconds after which DeepSpeed's launcher kills its ranks.
 EXPORTING = "everything while it exports"
 CTRL_C = "Ctrl-C in a slow step"
 VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", EXPORTING, CTRL_C]
@@ -66,7 +66,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def kills(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Disturb one run over and over: it must end with the right losses and tell the truth each time."""
+    """Disturb one run repeatedly. It must end with the right losses, and each exit code must be right."""
     count, rng, run_dir = args.kills, random.Random(args.seed), recipe.parent / "killed"
     settings = [f"train.max_steps={50 * count}", "train.save_steps=5", "train.eval_rows=2"]
     expected = undisturbed(recipe, recipe.parent / "whole", *settings)
@@ -85,7 +85,7 @@ def kills(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
         resumed += "resumed from" in output
         finished = (run_dir / EXPORT).is_dir()
         if process.returncode == 0 and not finished:
-            # Killed before the ranks listen, launch.py takes plain `deepspeed` with it, which returns 0.
+            # Plain `deepspeed` exits with code 0 if launch.py is killed before the ranks listen.
             early = victim == "launch.py" and make is launching.launch_command
             early = early and len(read_metrics(run_dir)) == steps
             unheard += early
@@ -104,9 +104,9 @@ def kills(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 def disturb(process: subprocess.Popen[str], run_dir: Path, rng: random.Random, victim: str) -> None:
-    """Disturb a run while it starts, some time after this life's first step, or in an export.
+    """Disturb a run while it starts, some time after this launch's first step, or in an export.
 
-    A victim that is not there yet means everything.
+    All processes are killed if the victim does not exist yet.
     """
 
     def wait_for(condition: Callable[[], object], event: str) -> None:
@@ -153,7 +153,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "flipped bit": lambda d: _flip(_largest(d)),
     "file of zeros": lambda d: _largest(d).write_bytes(bytes(_largest(d).stat().st_size)),
     "missing rank file": lambda d: _largest(d).unlink(),
-    # the newest step's name on the content of an older one
+    # content of an older step under the newest step's name
     "file of another step": lambda d: shutil.copy(_largest(checkpoints(d.parent)[-2]), _largest(d)),
     "stray file": lambda d: (d / "state" / "stray.pt").write_bytes(b"x"),
     "missing COMPLETE": lambda d: (d / COMPLETE).unlink(),
@@ -188,7 +188,7 @@ def damage(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 def disks(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """A disk that fills up while a checkpoint is written: once by bytes, once by number of files."""
+    """Fill up a disk while a checkpoint is written, once by bytes and once by the number of files."""
     undisturbed(recipe, recipe.parent / "measured")
     item = checkpoints(recipe.parent / "measured")[-1]
     size = sum(p.stat().st_size for p in item.rglob("*") if p.is_file())
@@ -211,7 +211,7 @@ def disks(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 def stops(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Time to the first step: resuming beside a cold start, median of three."""
+    """Compare the time to the first step of a resume and of a cold start, as medians of three."""
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(3):
         run_dir = recipe.parent / f"start-{number}"
