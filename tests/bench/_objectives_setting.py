@@ -1,6 +1,6 @@
-"""What the objectives bench measures with: heads, batches of real labels, and other people's losses on them.
+"""Setting of the objectives bench: heads, batches of real labels, and losses of other projects.
 
-The naive objectives are as people write them, from logits of all tokens.
+The naive objectives are written as they usually are, from the logits of all tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ AUTHORS, LIGER, CCE, TRL = "EMOLoss==0.0.2", "liger-kernel==0.8.5", "cut-cross-e
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 CACHE_MB = 512.0
-WARM_BATCHES = 150  # of text seen before the measured batches
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, head and labels
+WARM_BATCHES = 150  # of text that fill the cache before the measured batches
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes hidden states, head and labels
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One head and one batch."""
+    """The sizes of a head and a batch."""
 
     label: str
     N: int
@@ -43,7 +43,7 @@ class Shape:
 
 
 def shapes(quick: bool) -> list[Shape]:
-    """The sizes that the targets speak of."""
+    """Return the sizes to measure. Targets refer to the sizes without --quick."""
     heads = [("LLaMA-like head", 2048, 32000, 1024), ("GPT-2 head", 1024, 50257, 768)]
     if quick:
         heads = [("small", 256, 5000, 64)]
@@ -55,13 +55,13 @@ def shapes(quick: bool) -> list[Shape]:
 
 @functools.cache
 def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
-    """A long run of token ids and where they come from: Alpaca text if at hand, else Zipf's law."""
+    """Return a long sequence of token ids and its source: Alpaca text if available, else Zipf's law."""
     text = common.SHARED / "instruct" / "alpaca_davinci003_9k" / "train.jsonl.zst"
     model = common.SHARED / "tokenizers" / "llama" / "tokenizer.model"
     if vocab_size == 32000 and text.is_file() and model.is_file():
         import sentencepiece
 
-        cache = common.RESULTS / "tokens.pt"  # child processes need them again
+        cache = common.RESULTS / "tokens.pt"  # reused by child processes
         if not cache.is_file():
             encode = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode
             with open_text(text) as stream:
@@ -77,7 +77,7 @@ def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
 
 
 def fill(cost: CostEmbedding, labels: Tensor) -> None:
-    """Let the cache see a batch of labels without computing any loss."""
+    """Fill the cache with the rows of a batch of labels, without computing a loss."""
     plan = plan_tokens(labels)
     rows = open_rows(cost, plan, plan.to_device(DEVICE), None, 64, 64)
     for start in range(0, len(plan), 64):
@@ -95,18 +95,18 @@ class Setting:
         self.hidden = torch.randn(shape.N, shape.H, device=DEVICE).to(self.dtype).requires_grad_()
         self.tokens, self.source = text_tokens(shape.V)
         self.cost = CostEmbedding.from_weight(self.weight)
-        # as the trainer has them on a GPU: planned while the step before computes
+        # as in the trainer on a GPU, which plans a batch while the step before computes
         self.plans = {i: plan_tokens(self.labels(i), pin=True) for i in range(-8, 40)} if GPU else {}
 
     def labels(self, i: int) -> Tensor:
-        """Batch `i` of the second half of the text; warm-up rounds have negative numbers."""
+        """Return batch `i` of the second half of the text. Warm-up rounds have negative numbers."""
         N = self.shape.N
         start = len(self.tokens) // 2 + (i + 8) * N
         return self.tokens[start : start + N].to(DEVICE)
 
     @functools.cached_property
     def cached_cost(self) -> CostEmbedding:
-        """A cost embedding whose cache has seen other text."""
+        """A cost embedding whose cache is filled from other text."""
         cost = self.cost.cached(CACHE_MB).prepared_for(DEVICE, self.dtype)
         N = self.shape.N
         for i in range(min(WARM_BATCHES, len(self.tokens) // 2 // N)):
@@ -118,7 +118,7 @@ class Setting:
         loss.backward()
 
     def ours(self, name: str, exact: bool = False) -> Callable[[int], None]:
-        """An objective by its name, which takes batches as the trainer hands them to the head."""
+        """Return a step with an objective. Its batches have the form that the trainer passes to the head."""
         objective = get_objective(name)
         cost = (self.cost if exact else self.cached_cost) if objective.needs_cost else None
         stored = torch.full((self.shape.N,), -2.0, device=DEVICE) if "stored" in objective.needs else None
@@ -134,7 +134,7 @@ class Setting:
         return lambda i: self.backward(loss(self.hidden, self.weight, self.labels(i)))
 
 
-# --- other people's losses; what cannot be had here raises ImportError --------------------------------------
+# --- losses of other projects, which raise ImportError if they cannot run here ------------------------------
 
 
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def trl() -> Loss:
 
 
 def authors(embedding: Tensor) -> Loss:
-    """The package shifts labels itself, so it gets one more row and label of padding."""
+    """Return the authors' loss. It shifts labels itself, so it gets a row and a label as padding."""
     loss = common.import_peer(AUTHORS, "emo", "authors_emo").EMOLoss
 
     def padded(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

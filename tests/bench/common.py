@@ -1,7 +1,7 @@
-"""What every side-by-side measurement shares: alternation, medians, peak memory, the table, the verdict.
+"""Shared parts of all comparisons: alternation, medians, peak memory, the table, the verdict.
 
-Contestants run in turn within one process, round after round, so that a change in the machine's mood hits
-all of them. A ratio is the median over rounds of the quotient within the round.
+Contestants run in turn within one process, round after round, so that changes of the machine's load affect
+all of them. A ratio is the median over rounds of the quotient within a round.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ RESULTS = REPO / "runs" / "bench"
 SHARED = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared" / "data"))
 PEERS = Path(tempfile.gettempdir()) / f"bench-peers-{os.getuid()}"
 Name = TypeVar("Name")
-Contestants = dict[str, Callable[[int], object]]  # each gets the round's number
+Contestants = dict[str, Callable[[int], object]]  # called with the round's number
 Times = dict[Name, list[float]]  # seconds by contestant and round
 
 
 def parser(description: str | None, rounds: int = 5, parts: Collection[str] = ()) -> argparse.ArgumentParser:
-    """Options that all benches have; the description is the first line.
+    """Return a parser with the options of all benches. Its help has the first line of `description`.
 
-    Sets one thread: contestants are compared by CPU time, which other people's load does not enter.
+    Also sets one thread. Contestants are compared by CPU time, which does not include other load.
     """
     torch.set_num_threads(1)
     result = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
@@ -56,7 +56,7 @@ def parser(description: str | None, rounds: int = 5, parts: Collection[str] = ()
 
 
 def machine() -> str:
-    """The machine in words, without any name of it."""
+    """Describe the machine without its name."""
     match = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     words = [match[1] if match else platform.machine(), f"{os.cpu_count()} cores"]
     words += [f"torch {torch.__version__}", f"{torch.get_num_threads()} thread(s)"]
@@ -64,7 +64,7 @@ def machine() -> str:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """CPU seconds of one call; on a GPU the time between two CUDA events."""
+    """Return the CPU seconds of one call, or on a GPU the time between two CUDA events."""
     if torch.cuda.is_available():
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def turns(names: Sequence[Name], rounds: int, first: int = 0) -> Iterator[tuple[int, Name]]:
-    """Every name in every round from `first` on; the order turns by one place every round."""
+    """Yield every name in every round from `first` on. The order rotates by one each round."""
     for number in range(first, rounds):
         offset = number % len(names)
         for name in (*names[offset:], *names[:offset]):
@@ -87,7 +87,7 @@ def turns(names: Sequence[Name], rounds: int, first: int = 0) -> Iterator[tuple[
 
 
 def race(contestants: Contestants, rounds: int) -> Times[str]:
-    """Seconds of each contestant in each round; one round before, number -1, warms up and does not count."""
+    """Return the seconds of each contestant in each round. Round -1 warms up and does not count."""
     times: Times[str] = {name: [] for name in contestants}
     for number, name in turns(list(contestants), rounds, first=-1):
         gc.collect()
@@ -98,16 +98,16 @@ def race(contestants: Contestants, rounds: int) -> Times[str]:
 
 
 def ratio(times: Times[Name], name: Name, base: Name) -> float:
-    """Median over rounds of `name` divided by `base` in the same round."""
+    """Return the median over rounds of `name` divided by `base` in the same round."""
     return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
 
 def peak_memory_mb(run: Callable[[], object]) -> float:
-    """Largest memory held during `run` above what was held before it, in MiB.
+    """Return the peak memory during `run` in MiB, above the memory before it.
 
-    On a CPU from the kernel's count of resident pages, so every temporary of every library is in it; on a
-    GPU from the allocator. Call it in a fresh process (`in_child`): pages that an earlier contestant left
-    in the allocator would hide what this one takes.
+    On a CPU the kernel counts resident pages, which include every temporary of every library. On a GPU the
+    allocator counts. Call this in a fresh process (`in_child`), because pages that an earlier contestant
+    left in the allocator would hide the memory of this one.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -117,7 +117,7 @@ def peak_memory_mb(run: Callable[[], object]) -> float:
         run()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    # Sets the high-water mark back to the present.
+    # Reset the high-water mark to the current memory.
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
     def status_kb(key: str) -> int:
@@ -130,7 +130,7 @@ def peak_memory_mb(run: Callable[[], object]) -> float:
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` in a fresh process with one thread, which gives large buffers back at once."""
+    """Call a function in a fresh process with one thread, which frees large buffers immediately."""
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     context = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ, settings), context.Pool(1, torch.set_num_threads, (1,)) as pool:
@@ -138,7 +138,7 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def random_llama(vocabulary: int, context: int) -> Any:
-    """A random LLaMA of 6 layers with hidden size 256: 21 million parameters with 32,000 tokens."""
+    """Return a random LLaMA of 6 layers of width 256. With 32,000 tokens it has 21 million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -148,10 +148,10 @@ def random_llama(vocabulary: int, context: int) -> Any:
 
 
 def import_peer(package: str, module: str, alias: str = "") -> Any:
-    """Import `module` of a peer `package` (NAME==VERSION), which is installed for benches alone.
+    """Import `module` of a peer `package` (NAME==VERSION), which is installed only for benches.
 
-    It comes without what it depends on and behind everything else on the path; as `alias` where this project
-    has a top-level module of its name. Raises ImportError with the reason.
+    It is installed without dependencies and comes last on the path. `alias` is the name to import it as, if
+    this project has a top-level module of the same name. Raises ImportError with the reason.
     """
     with contextlib.suppress(ImportError):
         return importlib.import_module(alias or module)
@@ -175,10 +175,10 @@ def import_peer(package: str, module: str, alias: str = "") -> Any:
 
 @dataclass
 class Report:
-    """Rows for the reader, ratios for the verdict."""
+    """The rows of the table, and the ratios for the verdict."""
 
     name: str
-    judged: bool = True  # False: sizes that say whether it runs, not how well, so no target holds
+    judged: bool = True  # False for small sizes, where no target applies
     rows: list[dict[str, Any]] = field(default_factory=list)
     ratios: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -193,7 +193,7 @@ class Report:
     def ratio(
         self, name: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None
     ) -> None:
-        """A figure that is claimed, with its target (none: reported only). One without a value misses it."""
+        """Add a ratio with its target, or only report it without one. No value misses the target."""
         better, target = ("lower", at_most) if at_least is None else ("higher", at_least)
         entry: dict[str, Any] = {"value": None if value is None else round(value, 4), "target": None}
         if self.judged and target is not None:
@@ -202,14 +202,14 @@ class Report:
         self.ratios[name] = entry
 
     def race(self, contestants: Contestants, rounds: int, column: str, **cells: Any) -> Times[str]:
-        """Race, with a row for each contestant, named in `column`: its median seconds."""
+        """Race contestants. Add a row for each, with its name in `column` and its median seconds."""
         times = race(contestants, rounds)
         for name, took in times.items():
             self.row(**cells, **{column: name}, seconds=statistics.median(took))
         return times
 
     def finish(self, **settings: Any) -> int:
-        """Print the table, write runs/bench/NAME.json; 1 when a target falls short, else 0."""
+        """Print the table and write runs/bench/NAME.json. Return 1 if a target is missed, else 0."""
         print(f"\n{machine()}")
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
         lines = [columns, *([_shown(row.get(column)) for column in columns] for row in self.rows)]

@@ -1,10 +1,10 @@
-"""Data preparation beside its peers: tokenising, scaling, reading, packing.
+"""Compare data preparation with its peers: tokenising, scaling, reading, packing.
 
     python -m tests.bench.data [--rounds 5] [--parts tokenise scale read pack] [--quick]
 
-Everybody gets the same text and the same tokenizer (LLaMA's where the real data are at hand). Tokenising is
-compared by CPU seconds on one thread; `prepare` there does all of its work: reading, checking, removing
-duplicates, packing, hashing, writing. Scaling is wall time, so it needs a machine with nothing else to do.
+All contestants get the same text and tokenizer (LLaMA's if the real data are available). Tokenising is
+compared by CPU seconds on one thread, in which `prepare` also reads, checks, removes duplicates, packs,
+hashes and writes. Scaling is compared by wall time, so it needs an idle machine.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from tests.helpers.corpus import texts as made_up
 
 DATA = common.SHARED
 BLOCK = 256
-# Peers are installed for the bench alone, see `common.import_peer`.
+# Peers, which `common.import_peer` installs only for benches.
 DATATROVE, TRL, LLAMA_FACTORY = "datatrove==0.10.1", "trl==1.16.0", "llamafactory==0.9.5"
 AXOLOTL, NUMBA, LLVMLITE = "axolotl==0.19.0", "numba", "llvmlite"
 
 
 class Bench:
-    """The text, the tokenizer and a place to work in."""
+    """The text, the tokenizer and a working directory."""
 
     def __init__(self, work: Path, rounds: int, quick: bool) -> None:
         self.work, self.rounds, self.quick = work, rounds, quick
@@ -69,12 +69,12 @@ class Bench:
         self.texts = texts[:60] if quick else texts
 
     def fresh(self) -> Path:
-        """A directory that does not exist, the same one every time."""
+        """Delete the output directory and return its path."""
         shutil.rmtree(self.work / "out", ignore_errors=True)
         return self.work / "out"
 
     def write(self, copies: int = 1) -> Path:
-        """The text as JSON lines, `copies` times, each copy's rows made different."""
+        """Write `copies` copies of the text as JSON lines, with different rows in each copy."""
         rows = (f"{t} {i}" if i else t for i in range(copies) for t in self.texts)
         return write_jsonl(self.work / f"{copies}" / "text.jsonl", rows)
 
@@ -90,7 +90,7 @@ def json_lines(name: str) -> list[dict[str, Any]]:
 
 
 def real_texts() -> list[str]:
-    """20 MB of web pages and WikiText, whose paragraphs are joined to pages."""
+    """Return 20 MB of web pages and WikiText, whose paragraphs are joined to pages."""
     names = ("openwebtext-sample", "c4-demo")
     pages = [row["text"] for name in names for row in json_lines(f"lm/{name}/train.jsonl.zst")]
     for name in ("wikitext-2-v1/train", "wikitext-103-v1/train_head", "wikipedia-demo/train"):
@@ -101,7 +101,7 @@ def real_texts() -> list[str]:
 
 
 def tokenise(bench: Bench) -> None:
-    """CPU seconds of the whole preparation against the bare tokenizer, run_clm's recipe and datatrove."""
+    """Compare a complete preparation in CPU time with the tokenizer, run_clm's recipe and datatrove."""
     report, file, tokenizer = bench.report, bench.write(), bench.tokenizer
     tokens = bare_encode_batch(bench.texts, tokenizer)
 
@@ -134,7 +134,7 @@ def tokenise(bench: Bench) -> None:
 
 
 def scale(bench: Bench) -> None:
-    """Wall seconds with one and with two workers, in turn; the command is the user's."""
+    """Compare the wall time of the user's command with one and with two workers, in turn."""
     report, recipe = bench.report, bench.work / "scale.yaml"
     config = bench.config(bench.write(copies=1 if bench.quick else 20))
     recipe.write_text(yaml.safe_dump({"data": config.model_dump(mode="json")}))
@@ -155,11 +155,11 @@ def scale(bench: Bench) -> None:
 
 
 def bare_scaling(bench: Bench) -> float:
-    """Return the speed-up by a second process that only tokenises: what the machine itself allows."""
+    """Return the speed-up of the bare tokenizer by a second process, which is the machine's limit."""
     walls = []
     for count in (1, 2):
         with multiprocessing.get_context("spawn").Pool(count) as pool:
-            for texts in (bench.texts[:5], bench.texts[: len(bench.texts) // 2]):  # first imports and loads
+            for texts in (bench.texts[:5], bench.texts[: len(bench.texts) // 2]):  # imports and loads first
                 begin = time.perf_counter()
                 pool.starmap(bare_encode_batch, [(texts, bench.tokenizer)] * count, chunksize=1)
             walls.append(time.perf_counter() - begin)
@@ -167,7 +167,7 @@ def bare_scaling(bench: Bench) -> float:
 
 
 def read(bench: Bench) -> None:
-    """The training reader against the quickstart's training step, from cold files, and its memory."""
+    """Compare the training reader with the quickstart's training step, and measure its memory."""
     report, large = bench.report, bench.work / "large"
     rows = 20_000 if bench.quick else 400_000
     data = random_dataset(large, rows, BLOCK)
@@ -189,7 +189,7 @@ def read(bench: Bench) -> None:
     warm = common.race({"random": random, "mixed": reading(mixed.step_rows)}, bench.rounds)
     cold = []
     for i in range(bench.rounds):
-        for path in large.glob("*.arrow"):  # the kernel is asked to forget the files' pages
+        for path in large.glob("*.arrow"):  # drops the files' pages from the page cache
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -206,7 +206,7 @@ def read(bench: Bench) -> None:
         report.row(part="read", what=case, tokens_per_s=round(batch * BLOCK * steps / took))
         if target is not None:
             report.ratio(f"{name} / training step, tokens/s", train / took, at_least=target)
-    process = psutil.Process()  # its resident memory has mapped files in it
+    process = psutil.Process()  # its resident memory includes mapped files
     before = peak = process.memory_info().rss
     for start in range(0, rows, 64):
         data.batch(order[start : start + 64])
@@ -219,7 +219,7 @@ def read(bench: Bench) -> None:
 
 
 def training_step_seconds(batch: int) -> float:
-    """CPU seconds of forward, backward and AdamW of the quickstart's model, on one thread."""
+    """Return the CPU seconds of forward, backward and AdamW of the quickstart's model, on one thread."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     recipe = yaml.safe_load((common.REPO / "launch/recipes/quickstart-pretrain.yaml").read_text())
@@ -236,7 +236,7 @@ def training_step_seconds(batch: int) -> float:
 
 
 def pack(bench: Bench) -> None:
-    """Waste of the bins on instruction rows, ours and the peers', on the same lengths."""
+    """Compare the empty slots of packed instruction rows with peers, on the same lengths."""
     report, ours = bench.report, "first-fit-decreasing (ours)"
     contestants: dict[str, Callable[[np.ndarray, int], int]] = {
         ours: lambda lengths, capacity: len(first_fit_decreasing(lengths, capacity)),
@@ -267,7 +267,7 @@ def pack(bench: Bench) -> None:
 
 
 def instruction_lengths(bench: Bench) -> np.ndarray:
-    """Tokens of Alpaca-GPT4 rows in the Alpaca format."""
+    """Return the token counts of Alpaca-GPT4 rows in the Alpaca format."""
     rows = json_lines("instruct/alpaca_gpt4/train.jsonl.zst") if bench.real else alpaca_rows(3000)
     facts = tokenizer_facts(bench.tokenizer)
     encoder = RowEncoder(EncodeSettings(bench.tokenizer, facts, "alpaca", 1 << 20, "drop", None))
@@ -275,18 +275,18 @@ def instruction_lengths(bench: Bench) -> np.ndarray:
     return encoder.conversations(dialogues).lengths
 
 
-# --- other people's ways to tokenise and to pack; a peer that cannot be had raises ImportError -------------
+# --- peers that tokenise and pack, which raise ImportError if they cannot be installed ---------------------
 
 
 def bare_encode_batch(texts: list[str], tokenizer: Path, portion: int = 256) -> int:
-    """Only the tokenizer, on text that is in memory already; how many tokens."""
+    """Run only the tokenizer on text in memory, and return the number of tokens."""
     encode = encoder(tokenizer).encode_batch
     portions = (texts[start : start + portion] for start in range(0, len(texts), portion))
     return sum(len(row.ids) for part in portions for row in encode(part, add_special_tokens=False))
 
 
 def run_clm(file: Path, tokenizer_dir: Path, cache: Path) -> None:
-    """Load, map the tokenizer, map group_texts: as Transformers' language-modelling example does it."""
+    """Load, tokenise and group texts as the language-modelling example of Transformers does."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -307,7 +307,7 @@ def run_clm(file: Path, tokenizer_dir: Path, cache: Path) -> None:
 
 
 def datatrove(folder: Path, tokenizer_dir: Path, out: Path) -> None:
-    """datatrove's reader and tokenizer, one task in this process, no shuffling."""
+    """Run datatrove's reader and tokenizer as one task in this process, without shuffling."""
     for package in ("loguru==0.7.3", "humanize==4.17.0", "orjson"):
         common.import_peer(package, package.partition("=")[0])
     executor, readers, tokens = (
@@ -323,7 +323,7 @@ def datatrove(folder: Path, tokenizer_dir: Path, out: Path) -> None:
 
 
 def trl_bins(lengths: np.ndarray, capacity: int, portions: bool = False) -> int:
-    """TRL's best-fit-decreasing, over all rows at once, or in its default portions of 1,000 rows."""
+    """Pack by TRL's best-fit-decreasing, over all rows or in its default portions of 1,000 rows."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -334,7 +334,7 @@ def trl_bins(lengths: np.ndarray, capacity: int, portions: bool = False) -> int:
 
 
 def llama_factory_bins(lengths: np.ndarray, capacity: int) -> int:
-    """LLaMA-Factory's greedy knapsack; its module is read alone, the package would import its trainer."""
+    """Pack by LLaMA-Factory's greedy knapsack, from its source. The package would import its trainer."""
     package = Path(common.import_peer(LLAMA_FACTORY, "llamafactory").__path__[0])
     source = (package / "data/processor/processor_utils.py").read_text(encoding="utf-8")
     functions = source[source.index("def search_for_fit") : source.index("def infer_seqlen")]
@@ -344,7 +344,7 @@ def llama_factory_bins(lengths: np.ndarray, capacity: int) -> int:
 
 
 def axolotl_bins(lengths: np.ndarray, capacity: int) -> int:
-    """axolotl's multipack sampler: first-fit-decreasing in groups, compiled by numba."""
+    """Pack by axolotl's multipack sampler, which is first-fit-decreasing in groups, compiled by numba."""
     common.import_peer(LLVMLITE, "llvmlite")
     common.import_peer(NUMBA, "numba")
     logging.disable(logging.WARNING)

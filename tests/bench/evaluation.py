@@ -1,10 +1,10 @@
-"""In-context evaluation beside OpenICL and lm-evaluation-harness: CPU time, equality, memory, retrieval.
+"""Compare in-context evaluation with OpenICL and lm-evaluation-harness: CPU time, scores, memory, retrieval.
 
     python -m tests.bench.evaluation [--rounds 5] [--parts scoring retrieval memory] [--quick]
 
-Scoring: a random LLaMA (6 layers, hidden 256, 32,000 pieces), real rows, demonstrations by MiniLM; every
-round takes other rows. Everybody renders, tokenises and scores; retrieval is done before. OpenICL runs with
-the batch size that is faster here. The floor is what a plain forward needs for the distinct tokens.
+A random LLaMA (6 layers, hidden size 256, 32,000 tokens) scores real rows, with demonstrations found by
+MiniLM and other rows in every round. All contestants render, tokenise and score, after retrieval. OpenICL
+uses the batch size that is faster here. The floor is the time of a plain forward of the distinct tokens.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ HARNESS = "lm_eval==0.4.13"
 TOKENIZER = common.SHARED / "tokenizers" / "llama" / "tokenizer.model"
 ROWS = common.SHARED / "nlu"
 SCRATCH = Path(tempfile.gettempdir()) / f"bench-evaluation-{os.getuid()}"
-POOL = 1500  # rows that demonstrations come from: enough for real ones, embedded in reasonable time
-SIZES = {"trec": 24, "ag_news": 16, "mmlu": 32}  # rows of a round
-# The distinct tokens of TREC allow about 6.
+POOL = 1500  # rows that demonstrations come from, few enough to embed in reasonable time
+SIZES = {"trec": 24, "ag_news": 16, "mmlu": 32}  # rows per round
+# OpenICL's time / ours. The distinct tokens of TREC allow about 6.
 TARGETS = {"trec": 5.5, "ag_news": 3.5, "mmlu": 12.0}
 HARNESS_TARGET, FLOOR_TARGET, SCORE_TARGET = 6.0, 0.9, 1e-5
 
 
 def language_model() -> tuple[Any, Any]:
-    """The model that is timed, and its tokenizer."""
+    """Return the model that is timed, and its tokenizer."""
     tokenizer = load_tokenizer(TOKENIZER)
     model = common.random_llama(len(tokenizer), 4096)
-    with torch.no_grad():  # labels of an untrained model would differ by rounding only
+    with torch.no_grad():  # an untrained model's labels would differ only by rounding
         model.lm_head.weight.mul_(20)
     return model, tokenizer
 
 
 class Evaluators:
-    """A task's rows with their demonstrations, another part of them in every round; who scores them.
+    """A task's rows with their demonstrations, and the evaluators that score them. Each round has other rows.
 
-    For MMLU whole subjects one after the other, as they are in the test split.
+    MMLU has the complete test split, one subject after the other.
     """
 
     def __init__(self, name: str, size: int, model: Any, tokenizer: Any, budget: int = BUDGET) -> None:
@@ -75,7 +75,7 @@ class Evaluators:
             encoder = Encoder("minilm", SCRATCH / "cache")
             self.indices = DenseRetriever(reader(self.task, rows), encoder, count).retrieve()
         self.scorer = PrefixScorer(model, budget)
-        self.scores: dict[tuple[str, int], np.ndarray] = {}  # [rows, labels], the least wins
+        self.scores: dict[tuple[str, int], np.ndarray] = {}  # [rows, labels], the lowest wins
 
     def part(self, number: int) -> tuple[list[Row], list[list[int]]]:
         start = (number % (len(self.indices) // self.size)) * self.size
@@ -83,16 +83,16 @@ class Evaluators:
         return self.rows["test"][rows], self.indices[rows]
 
     def samples(self, number: int) -> list[Sample]:
-        """The prompts of a round, tokenised as an evaluation does."""
+        """Return the prompts of a round, tokenised as in an evaluation."""
         encode = lambda texts: self.tokenizer(texts, verbose=False)["input_ids"]  # noqa: E731
         return PromptBuilder(self.task, self.rows["train"], encode, 4096).build(*self.part(number))
 
     def ours(self, number: int) -> None:
-        """The prefix scorer."""
+        """Score a round with the prefix scorer."""
         self.scores["ours", number] = score_samples(self.scorer, self.samples(number))["openicl_ppl"]
 
     def openicl(self, number: int, batch: int) -> None:
-        """OpenICL's PPLInferencer on the same loaded model."""
+        """Score a round with OpenICL's PPLInferencer on the same loaded model."""
         options = {"batch_size": batch, "output_json_filepath": str(SCRATCH / "out")}
         inferencer = openicl.PPLInferencer(self.model, load_tokenizer(TOKENIZER), **options)
         rows, indices = self.part(number)
@@ -105,7 +105,7 @@ class Evaluators:
         self.scores["openicl", number] = np.array(scores)
 
     def lm_eval(self, harness: Any, number: int) -> None:
-        """lm-evaluation-harness: the label's likelihood after the prompt, for every row and label."""
+        """Score a round with lm-evaluation-harness, by the likelihood of each label after the prompt."""
         from lm_eval.api.instance import Instance
 
         builder = PromptBuilder(self.task, self.rows["train"], None)
@@ -120,17 +120,17 @@ class Evaluators:
         self.scores["lm-eval", number] = np.array(scores).reshape(-1, len(self.task.labels))
 
     def table(self, way: str, rounds: int) -> np.ndarray:
-        """Scores of the rows of all rounds."""
+        """Return the scores of the rows of all rounds."""
         return np.vstack([self.scores[way, number] for number in range(rounds)])
 
     def distinct_tokens(self, number: int) -> int:
-        """Tokens of a round that have to be fed: tails, prefixes, and shared contexts once."""
+        """Return the number of tokens that a round must feed, with shared contexts once."""
         items = [item for sample in self.samples(number) for item in sample.items()]
         parts = groups(items)
         return sum(context + sum(items[i].fed - context for i in members) for members, context in parts)
 
     def tokens_fed(self) -> int:
-        """Tokens that pass through the model while we score a round, padding included."""
+        """Return the number of tokens that the model processes while we score a round, with padding."""
         counts: list[int] = []
         hook = self.model.model.register_forward_pre_hook(
             lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -142,7 +142,7 @@ class Evaluators:
 
 @torch.inference_mode()
 def floor_seconds(model: Any, tokens: int, length: int) -> float:
-    """CPU time of the plainest forward for `tokens` tokens, in rows of `length`, logits included."""
+    """Return the CPU time of a plain forward of `tokens` tokens in rows of `length`, with logits."""
     ids = torch.randint(3, 32000, (1, length))
     rows = max(1, round(2048 / length))
 
@@ -154,7 +154,7 @@ def floor_seconds(model: Any, tokens: int, length: int) -> float:
 
 
 def scoring(report: common.Report, rounds: int, quick: bool) -> None:
-    """Ours, OpenICL and (on TREC) the harness in turn."""
+    """Compare our scorer with OpenICL and (on TREC) the harness, in turn."""
     model, tokenizer = language_model()
     harness = load_harness(report, model, tokenizer)
     for name, rows in SIZES.items():
@@ -167,8 +167,8 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
         if name == "trec" and harness is not None:
             racing["lm-eval"] = functools.partial(evaluators.lm_eval, harness)
         racing[f"openicl at batch {slower}"] = ways[slower]
-        # Whenever prompts get longer the scorer compares itself with the plain model, which takes as long as
-        # these few rows, and nothing beside a whole task: every round's rows are scored once before.
+        # The scorer compares itself with the plain model whenever prompts get longer. This takes as long as
+        # these few rows, but little of a complete task. Therefore every round is scored once before.
         for i in range(-1, rounds):
             evaluators.ours(i)
         times = common.race(racing, rounds)
@@ -200,7 +200,7 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
 
 
 def load_harness(report: common.Report, model: Any, tokenizer: Any) -> Any:
-    """lm-evaluation-harness's model class around the same model, or None with the reason in the report."""
+    """Return lm-evaluation-harness with the same model, or None with the reason in the report."""
     try:
         harness = common.import_peer(HARNESS, "lm_eval.models.huggingface").HFLM
         return harness(pretrained=model, tokenizer=tokenizer, batch_size=8, device="cpu", max_length=4096)
@@ -210,7 +210,7 @@ def load_harness(report: common.Report, model: Any, tokenizer: Any) -> Any:
 
 
 def retrieval(report: common.Report, rounds: int, quick: bool) -> None:
-    """Exact search beside faiss's flat index, and the embedding cache."""
+    """Compare exact search with faiss's flat index, and check the embedding cache."""
     import faiss
 
     n, q = (10_000, 500) if quick else (100_000, 10_000)
@@ -228,7 +228,7 @@ def retrieval(report: common.Report, rounds: int, quick: bool) -> None:
     rounds = 1 if quick else min(rounds, 3)
     times = report.race(contestants, rounds, "evaluator", task=f"search {q} in {n}", rows=q)
     value = common.ratio(times, "ours", "faiss")
-    report.ratio("search: our time / faiss's", value, at_most=1.05)  # it is faiss and the order of ties
+    report.ratio("search: our time / faiss's", value, at_most=1.05)  # ours is faiss and an order of ties
     same = 100 * (neighbours["ours"] == neighbours["faiss"]).all(axis=1).mean()
     report.note(f"search: {same:.2f} % of the neighbour lists equal faiss's (it rounds in float32)")
 
@@ -242,7 +242,7 @@ def retrieval(report: common.Report, rounds: int, quick: bool) -> None:
 
 
 def peak(budget: int) -> tuple[float, int]:
-    """Memory while the longest MMLU prompts run with a budget, MiB; and their longest length."""
+    """Return the peak MiB while the longest MMLU prompts run with a budget, and their longest length."""
     quiet_libraries()
     evaluators = Evaluators("mmlu", 24, *language_model(), budget)
     test = evaluators.rows["test"]
@@ -254,7 +254,7 @@ def peak(budget: int) -> tuple[float, int]:
 
 
 def memory(report: common.Report, rounds: int, quick: bool) -> None:
-    """Peak memory follows the budget, not the number of rows or labels."""
+    """Check that peak memory follows the budget."""
     peaks = {}
     for budget in (4096, 16384):
         peaks[budget], longest = common.in_child(peak, budget)

@@ -1,10 +1,10 @@
-"""Sampling and likelihoods: batched beside one by one and transformers' generate; CPU time.
+"""Compare batched sampling and likelihoods with single sampling and transformers' generate in CPU time.
 
     python -m tests.bench.generation [--rounds 3] [--quick]
 
-Everybody continues the same 64 ragged prefixes with the same number of tokens at most, from the whole
-distribution. One by one is measured on some of the prefixes and scaled to all. Likelihood: tokens per second
-beside a plain dense forward, head included, over as many tokens as are distinct.
+All contestants continue the same 64 prefixes of different lengths by the same largest number of tokens, from
+the full distribution. Sampling one by one is measured on some prefixes and scaled to all. Likelihoods are
+compared with a plain dense forward of as many tokens as are distinct, including the head.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.bench import common
 
 PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2
 BATCHED, TRANSFORMERS, FORWARD = 5.0, 1.0, 0.8  # targets
-TEXTS = 5  # continuations of a prefix
+TEXTS = 5  # continuations per prefix
 RANDOM = "llama-21M"
-MODELS = {"stories260K": 8, RANDOM: 4}  # and prefixes that one by one is measured on
+MODELS = {"stories260K": 8, RANDOM: 4}  # with the number of prefixes to sample one by one
 
 
 def load(name: str) -> Any:
-    """A real model of 260,000 parameters, or a random one of 21 million."""
+    """Return a real model of 260,000 parameters, or a random one of 21 million."""
     if name == RANDOM:
         return common.random_llama(32000, 2048)
     path = common.SHARED / "models" / name
@@ -42,13 +42,13 @@ def load(name: str) -> Any:
 
 
 def prefixes(vocabulary: int) -> list[list[int]]:
-    """64 prefixes of 1 to 30 tokens."""
+    """Return 64 prefixes of 1 to 30 tokens."""
     random = np.random.default_rng(0)
     return [random.integers(3, vocabulary, random.integers(1, LONGEST + 1)).tolist() for _ in range(PREFIXES)]
 
 
 def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None:
-    """Seconds of the three ways, and whether ours gives one text."""
+    """Compare three ways to sample, and check that ours gives equal texts in all batch sizes."""
     model, few = load(name), MODELS[name]
     prompts = prefixes(model.config.vocab_size)
     width = max(map(len, prompts))
@@ -59,7 +59,7 @@ def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None
 
     @torch.inference_mode()
     def transformers(number: int) -> Any:
-        """generate on one left-padded batch."""
+        """Call `generate` on one left-padded batch."""
         torch.manual_seed(number)
         return model.generate(
             torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
@@ -80,7 +80,7 @@ def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None
 
 
 def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> None:
-    """PPL of continuations that share prefixes, and cross-entropies, beside the plain forward."""
+    """Compare perplexities with shared prefixes, and cross-entropies, with the plain forward."""
     model, other = load(name), load(name)
     scorer, random = PrefixScorer(model), np.random.default_rng(1)
     vocabulary = model.config.vocab_size
@@ -101,7 +101,7 @@ def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> N
 
 @torch.inference_mode()
 def plain(model: Any, count: int, width: int, batch: int = 16) -> None:
-    """Logits of `count` tokens in full rows of `width`: nothing padded, nothing else done."""
+    """Compute the logits of `count` tokens in full rows of `width`, without padding."""
     ids = torch.arange(batch * width).view(batch, width) % model.config.vocab_size
     for start in range(0, count // width, batch):
         model(input_ids=ids[: count // width - start], use_cache=False)

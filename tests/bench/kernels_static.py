@@ -1,12 +1,12 @@
-"""The Triton kernels as compilers for GPUs see them, without a GPU: registers, spills, vectors, bytes.
+"""Compile the Triton kernels for GPUs, without a GPU, and report registers, spills, vectors and bytes.
 
     python -m tests.bench.kernels_static [--quick]
 
-The loss runs on tensors without contents, so that flags, types, strides and alignments are those of real
-calls; each launch is compiled ahead of time for an A100 (sm_80) and an H100 (sm_90). Bytes are what the loop
-over a row asks for, per logit, beside the least: every logit read once for the statistics, read and written
-once for its gradient, and the row of costs read by each pass that needs it. Last, what smaller chunks of
-logits would cost: each reads and writes the float32 sum of the head's gradient.
+The loss runs on tensors without data, so that flags, types, strides and alignments match real calls. Each
+launch is compiled ahead of time for an A100 (sm_80) and an H100 (sm_90). Bytes per logit in the loop over a
+row are compared with the minimum. The minimum reads every logit once for the statistics, reads and writes it
+once for the gradient, and reads the costs in each pass that needs them. Notes at the end estimate the cost of
+other sizes of chunks, each of which reads and writes the float32 sum of the head's gradient.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.helpers.accelerator import traced
 META = torch.device("meta")
 VOCABULARIES = (32000, 50257, 128256, 152064)
 CAPABILITIES = (80, 90)
-TOKENS = 64  # of a chunk; the kernels see one row at a time
+TOKENS = 64  # per chunk, of which the kernels see one row at a time
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
 SIZES = ("BLOCK", "ENTRIES")  # arguments that are constants of the compiled code
 # Of an H100: bytes/s, and bf16 operations/s that a large product reaches.
@@ -78,12 +78,12 @@ FLAVOURS = {
 
 
 class Against(NamedTuple):
-    """One way in which divergences use the kernels: of a live teacher, or of k stored entries."""
+    """One way in which divergences use the kernels, with a live teacher or with k stored entries."""
 
     objective: str
     k: int = 0
-    sides: bool = False  # both with bias, cap and temperature
-    sum: bool = False  # with likelihood
+    sides: bool = False  # student and teacher have a bias, a cap and a temperature
+    sum: bool = False  # in a sum with MLE
 
 
 AGAINST = {f"{name}, live": Against(name) for name in DIVERGENCES} | {
@@ -99,7 +99,7 @@ QUICK = ("skew_kl, live", "emo_dense, live, caps and biases", "jsd, top 64, cap 
 
 
 class Launch(NamedTuple):
-    """A kernel and what it was called with."""
+    """A kernel, the arguments of its call, and its number of warps."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -107,7 +107,7 @@ class Launch(NamedTuple):
 
 
 class Recorder:
-    """Stands in for a kernel whose launches are listed instead of done."""
+    """A stand-in for a kernel, which records launches instead of running them."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self.kernel, self.launches = kernel, launches
@@ -121,7 +121,7 @@ class Recorder:
 
 
 def launches(V: int, dtype: torch.dtype, flavour: Flavour | Against) -> list[Launch]:
-    """Return the launches of a chunk's loss, forward and backward."""
+    """Return the kernel launches of a chunk's loss, forward and backward."""
     if isinstance(flavour, Against):
         return against_launches(V, dtype, flavour)
     objective = get_objective(flavour.objective)
@@ -130,7 +130,7 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour | Against) -> list[Lau
     scalar = torch.empty(TOKENS, dtype=wide, device=META)
     labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
     bias = torch.empty(V, dtype=wide, device=META) if flavour.bias else None
-    costs = None  # rows of costs as the kernels get them on an accelerator, the same for whatever tokens
+    costs = None  # rows of costs as the kernels get them on an accelerator, the same for all tokens
     if flavour.costs == "cached":
         costs = CostRows(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
     elif flavour.costs == "exact":
@@ -146,7 +146,7 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour | Against) -> list[Lau
 
 
 def against_launches(V: int, dtype: torch.dtype, flavour: Against) -> list[Launch]:
-    """Return a chunk's launches against a teacher."""
+    """Return the kernel launches of a chunk's divergence from a teacher."""
     params = {"temperature": 2.0} if flavour.sides else {}
     objective = get_objective(flavour.objective, **params)
     wide, n = statistics_dtype(dtype), TOKENS
@@ -170,7 +170,7 @@ def against_launches(V: int, dtype: torch.dtype, flavour: Against) -> list[Launc
 
 
 def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
-    """Types, constants and alignments as Triton derives them from a call."""
+    """Return the types, constants and alignments that Triton derives from a call."""
     types, constants, attributes = {}, {}, {}
     for index, name in enumerate(launch.kernel.arg_names):
         value = launch.arguments[name]
@@ -190,12 +190,12 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tupl
 
 
 class Code(NamedTuple):
-    """A compiler's code for a launch."""
+    """Properties of the compiled code of a launch."""
 
     registers: int  # per thread
     spilled: int  # bytes
     vectors: int  # loads and stores of 8 or 16 bytes in the loop over a row
-    narrow: int  # those of less
+    narrow: int  # loads and stores of fewer bytes
     bytes: float  # loaded and stored per column, by the loop
 
 
@@ -204,7 +204,7 @@ LABEL, BRANCH = re.compile(r"^(\$L__BB\w+):"), re.compile(r"\bbra\S*\s+(\$L__BB\
 
 
 def compiled(launch: Launch, capability: int) -> Code:
-    """Compile a launch for a GPU of that capability; no GPU needed."""
+    """Compile a launch for a GPU of a compute capability. This needs no GPU."""
     types, constants, attributes = signature(launch)
     source = ASTSource(launch.kernel, types, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
@@ -239,18 +239,18 @@ def accesses(ptx: str) -> Iterator[int]:
 
 
 def least(launch: Launch) -> int:
-    """Return the bytes per logit that a launch cannot do without: of logits, bias and costs."""
+    """Return the minimum bytes per logit of a launch, for logits, bias and costs."""
     arguments = launch.arguments
     if "WRITES" in arguments:
         return least_against(arguments)
-    passes = 2 if "target" in arguments else 1  # the gradient is written, too
+    passes = 2 if "target" in arguments else 1  # the gradient is also written
     bias = arguments["bias"].element_size() if arguments["HAS_BIAS"] else 0
     costs = arguments["costs"].element_size() if arguments["HAS_COST"] else 0
     return arguments["logits"].element_size() * passes + bias + costs
 
 
 def least_against(arguments: dict[str, Any]) -> int:
-    """The same of a launch against a teacher: three passes, or two where it is stored, and the gradient."""
+    """Return the minimum with a teacher: three passes (two if it is stored) and the gradient."""
     student = arguments["logits"].element_size()
     gradient = student * (1 + arguments["ADDS"])
     bias = arguments["bias"].element_size() if arguments["HAS_BIAS"] else 0
@@ -263,7 +263,7 @@ def least_against(arguments: dict[str, Any]) -> int:
 
 
 def measure(report: common.Report, quick: bool) -> None:
-    """A row for every kernel, and the worst of each kind against its target."""
+    """Report a row for every kernel, and compare the worst figures with their targets."""
     codes: dict[str, Code] = {}
     worst = {capability: [0.0, 0.0, 0.0] for capability in CAPABILITIES}
     against = {name: AGAINST[name] for name in QUICK} if quick else AGAINST
@@ -293,13 +293,13 @@ def measure(report: common.Report, quick: bool) -> None:
 
 
 def chunk_notes(report: common.Report) -> None:
-    """Note the costs of chunk sizes on an H100, were no traffic hidden behind products."""
+    """Note the costs of chunk sizes on an H100, if products hide no traffic."""
     for N, V, H in ((8192, 32000, 4096), (8192, 152064, 4096)):
         products = 3 * 2 * N * V * H / PRODUCTS
         for megabytes in (64, 128, 256, 512, 1024):
             tokens = min(N, megabytes * 2**20 // (2 * V))
             chunks = -(-N // tokens)
-            traffic = chunks * (8 + 4) * V * H / BANDWIDTH  # the sum read and written, the head read twice
+            traffic = chunks * (8 + 4) * V * H / BANDWIDTH  # reads and writes the sum, reads the head twice
             chosen = " (the default)" if megabytes == CHUNK_MB else ""
             report.note(
                 f"N={N} V={V} H={H}, chunks of {megabytes} MB{chosen}: {chunks} of {tokens} tokens; head and "
@@ -308,7 +308,7 @@ def chunk_notes(report: common.Report) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The report; 1 when a target is missed."""
+    """Print the report, and return 1 if a target is missed."""
     args = common.parser(__doc__).parse_args(arguments)
     report = common.Report("kernels_static")
     measure(report, args.quick)

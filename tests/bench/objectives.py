@@ -1,10 +1,10 @@
-"""The fused loss beside its peers: time, peak memory, whole training steps.
+"""Compare the fused loss with its peers: time, peak memory, whole training steps.
 
     python -m tests.bench.objectives [--rounds 5] [--parts time memory library long step] [--quick]
 
-Forward and backward of head and loss, gradients for hidden states and head. Everybody gets the same
-inputs; labels are real text where it is at hand, of another batch in every round, so that a cache of cost
-rows meets targets it has not seen. The cache is filled beforehand from other text.
+Measures forward and backward of head and loss, with gradients for hidden states and head. All contestants get
+the same inputs. Labels are real text if available. Each round has another batch, so that the cache of cost
+rows meets new targets. The cache is filled beforehand from other text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AUTHORS_EMO = "authors' EMOLoss"
 
 
 def contestant(setting: Setting, name: str) -> Callable[[int], None]:
-    """The step of a peer, `naive: OBJECTIVE` or `ours: OBJECTIVE`; ImportError where it cannot run."""
+    """Return the step of a peer, `naive: NAME` or `ours: NAME`. Raises ImportError if it cannot run here."""
     if name in PEERS:
         return setting.other(PEERS[name]())
     if name == AUTHORS_EMO:
@@ -51,7 +51,7 @@ def contestant(setting: Setting, name: str) -> Callable[[int], None]:
 
 
 def runnable(setting: Setting, report: common.Report) -> common.Contestants:
-    """All contestants that run on this machine; says why where one does not."""
+    """Return all contestants that run on this machine. Notes give the reasons of the others."""
     runs: common.Contestants = {}
     for name in (OURS_MLE, OURS_EMO, OURS_CACHE, *PEERS, AUTHORS_EMO):
         try:
@@ -64,7 +64,7 @@ def runnable(setting: Setting, report: common.Report) -> common.Contestants:
 
 
 def peak(shape: Shape, name: str) -> float:
-    """Peak memory of one contestant above its inputs and caches; runs in a child process."""
+    """Return the peak memory of a contestant above its inputs and caches. Call this in a child process."""
     contestant(Setting(Shape("tiny", 64, 500, 32, shape.dtype)), name)(-1)  # loads code and libraries
     setting = Setting(shape)
     run = contestant(setting, name)
@@ -75,7 +75,7 @@ def peak(shape: Shape, name: str) -> float:
 def measure(
     report: common.Report, shape: object, runs: common.Contestants, base: str, rounds: int, memory: bool
 ) -> dict[str, common.Times[str]]:
-    """Times and, if asked for, peaks of memory; a row for each contestant, beside those of `base`."""
+    """Measure times, and peaks of memory if wanted. Report a row per contestant with ratios to `base`."""
     measured = {"time": common.race(runs, rounds)}
     if memory:
         measured["memory"] = {name: [common.in_child(peak, shape, name)] for name in runs}
@@ -89,11 +89,11 @@ def measure(
 
 
 def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -> None:
-    """Time and memory at one shape, and the ratios that the targets name."""
+    """Compare time and memory at one shape, and report the ratios."""
     setting = Setting(shape)
     report.note(f"{shape}: labels are {setting.source}")
     runs = runnable(setting, report)
-    llama = shape.V == 32000  # the shape that the targets name; elsewhere ratios are reported only
+    llama = shape.V == 32000  # this shape has all targets, others have fewer
     targets = {
         "time": ("best", (1.02 if GPU else 1.05) if llama or not GPU else None, 2.2),
         "memory": ("leanest", 1.05 if llama else None, 8),
@@ -112,7 +112,7 @@ def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -
 
 
 def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> None:
-    """Every objective beside likelihood, and five of them beside what people write from logits."""
+    """Compare every objective with MLE, and five of them with their usual form from logits."""
     setting, base = Setting(shape), "ours: mle"
     names = [f"ours: {name}" for name in BUILT_IN]
     names += [f"naive: {name}" for name in NAIVE]
@@ -128,7 +128,7 @@ def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> N
 
 
 def long_batch(report: common.Report, quick: bool) -> None:
-    """Memory at N = 8192: ours does not grow with N beyond hidden states and their gradient."""
+    """Compare memory at N = 8192. Ours grows with N only by hidden states and their gradient."""
     sizes = (1024, 5000, 64) if quick else (8192, 32000, 1024)
     for dtype in ("float32", "bfloat16"):
         shape = Shape("long batch", *sizes, dtype)
@@ -141,7 +141,7 @@ def long_batch(report: common.Report, quick: bool) -> None:
 
 
 def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
-    """A LLaMA's training step (forward, backward, AdamW) with EMO beside the same with MLE."""
+    """Compare the training step of a LLaMA (forward, backward, AdamW) with EMO and with MLE."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Preparation of much text: CPU time and memory of a gigabyte, and what more jobs gain while they scan."""
+"""Measure the preparation of much text: CPU time and memory per gigabyte, and the gain of scanning jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.bench import common
 from tests.helpers.corpus import tiny_tokenizer
 
 GB = 10**9
-WORDS = 300  # of a document
+WORDS = 300  # per document
 VOCABULARY = 20_000
 JOBS = 4
 CHILD = """
@@ -44,7 +44,7 @@ print(time.process_time(), peak / 1024, flush=True)
 
 
 def write_text(path: Path, size: int) -> None:
-    """About `size` bytes of documents of made-up words, no two alike, a line each."""
+    """Write about `size` bytes of different documents of made-up words, one per line."""
     rng = np.random.default_rng(0)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = ["".join(rng.choice(letters, length)) for length in rng.integers(2, 12, VOCABULARY)]
@@ -63,14 +63,14 @@ def recipe_of(work: Path, name: str, dedup: str) -> Path:
 
 
 def start(recipe: Path, share: float | None = None) -> subprocess.Popen[str]:
-    """A whole preparation, or a scan from a `share` of the text on, which begins when it gets a line."""
+    """Start a preparation, or a scan from a `share` of the text on, which waits for a line of input."""
     command = [sys.executable, "-c", CHILD, str(recipe), "" if share is None else str(share)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=common.REPO, **pipes)
 
 
 def finish(child: subprocess.Popen[str]) -> tuple[float, float]:
-    """CPU seconds and peak resident MiB of a child."""
+    """Return the CPU seconds and the peak resident MiB of a child."""
     out, _ = child.communicate()
     if child.returncode:
         raise SystemExit(f"a preparation ended with {child.returncode}")
@@ -79,7 +79,7 @@ def finish(child: subprocess.Popen[str]) -> tuple[float, float]:
 
 
 def sizes(report: common.Report, work: Path, gigabytes: list[float], dedup: str) -> None:
-    """The whole preparation by one process, of less and of more text."""
+    """Compare complete preparations of less and of more text by one process."""
     measured = []
     for size in sorted(gigabytes):
         with tempfile.TemporaryDirectory(dir=work) as directory:
@@ -97,7 +97,7 @@ def sizes(report: common.Report, work: Path, gigabytes: list[float], dedup: str)
 
 
 def scanning(report: common.Report, work: Path, gigabytes: float, rounds: int) -> None:
-    """Wall time of the scan alone, by one job and by several side by side."""
+    """Compare the wall time of the scan by one job and by several parallel jobs."""
     write_text(work / "text.txt", int(gigabytes * GB))
     times: common.Times[int] = {1: [], JOBS: []}
     for number, jobs in common.turns((1, JOBS), rounds):

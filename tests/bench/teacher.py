@@ -1,9 +1,9 @@
-"""Divergences from a teacher beside likelihood and beside their peers: time, peak memory, what storing loses.
+"""Compare divergences from a teacher with MLE and with peers: time, peak memory, what storing loses.
 
     python -m tests.bench.teacher [--rounds 5] [--parts time memory stored] [--quick]
 
-Forward and backward of head and loss, gradients for hidden states and head; the teacher is as wide as the
-student. A live teacher costs one more product and a softmax; the peers compute generalised JSD (beta 0.5).
+Measures forward and backward of head and loss, with gradients for hidden states and head. The teacher is as
+wide as the student. A live teacher costs a product and a softmax. Peers compute generalised JSD (beta 0.5).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIDE = {"time": (MLE, KL, JSD, STORED), "memory": (MLE, KL, JSD, STORED, TRL_GKD
 
 
 def contestant(setting: Setting, name: str) -> Callable[[int], None]:
-    """Return a contestant's step; ImportError without a peer."""
+    """Return a contestant's step. Raises ImportError if its peer is missing."""
     shape = setting.shape
     generator = torch.Generator(DEVICE).manual_seed(1)
     hidden = torch.randn(shape.N, shape.H, device=DEVICE, generator=generator).to(setting.dtype)
@@ -61,7 +61,7 @@ def contestant(setting: Setting, name: str) -> Callable[[int], None]:
 
 
 def stored(teacher: Teacher, k: int, vocab_size: int) -> TopK:
-    """The k likeliest entries of every token, and the rest, a few tokens at a time."""
+    """Return the k most likely entries of every token and the mass of the rest, a few tokens at a time."""
     parts = []
     for positions in torch.arange(teacher.hidden[..., 0].numel(), device=DEVICE).split(256):
         log_p = teacher.log_probs(positions, vocab_size)
@@ -72,7 +72,7 @@ def stored(teacher: Teacher, k: int, vocab_size: int) -> TopK:
 
 
 def peak(shape: Shape, name: str) -> float:
-    """Peak memory of one contestant above its inputs; runs in a child process."""
+    """Return the peak memory of a contestant above its inputs. Call this in a child process."""
     contestant(Setting(Shape("tiny", 64, 500, 32, shape.dtype)), name)(-1)  # loads code and libraries
     setting = Setting(shape)
     run = contestant(setting, name)
@@ -81,7 +81,7 @@ def peak(shape: Shape, name: str) -> float:
 
 
 def in_time(report: common.Report, shape: Shape, rounds: int) -> None:
-    """Beside likelihood."""
+    """Compare the time of divergences with MLE."""
     setting = Setting(shape)
     times = report.race({n: contestant(setting, n) for n in SIDE["time"]}, rounds, "contestant")
     for name, most in ((KL, 1.9), (JSD, 1.9), (STORED, 1.15)):
@@ -89,7 +89,7 @@ def in_time(report: common.Report, shape: Shape, rounds: int) -> None:
 
 
 def in_memory(report: common.Report, shape: Shape) -> None:
-    """Beside peers."""
+    """Compare the memory of divergences with peers."""
     peaks: dict[str, float] = {}
     for name in SIDE["memory"]:
         try:
@@ -104,7 +104,7 @@ def in_memory(report: common.Report, shape: Shape) -> None:
 
 
 def what_is_lost(report: common.Report) -> None:
-    """The share of KL that is lost by storing k entries, between two real models on real text."""
+    """Report the share of the KL between two real models that is lost by storing k entries, on real text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = common.SHARED / "models"
@@ -133,7 +133,7 @@ def what_is_lost(report: common.Report) -> None:
 
 
 def rest(log_p: Tensor, entries: Tensor) -> Tensor:
-    """The log-probability of all other tokens."""
+    """Return the log-probability of all other tokens."""
     return log_p.scatter(1, entries, -torch.inf).logsumexp(1, keepdim=True)
 
 

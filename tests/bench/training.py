@@ -1,17 +1,16 @@
-"""Our training loop beside a bare DeepSpeed loop and Hugging Face's Trainer: same model, data and ZeRO-3.
+"""Compare our training loop with a bare DeepSpeed loop and Hugging Face's Trainer on equal terms.
 
     python -m tests.bench.training [--rounds 3] [--steps 60] [--quick]
 
-Every contestant is a run of its own on 2 ranks, started in turn. Counted are the steps after the first ten:
-CPU seconds of both ranks, and tokens per second by the clock.
+Contestants have the same model, data and ZeRO-3. Each is a separate run on 2 ranks, started in turn. Steps
+after the first ten count, by CPU seconds of both ranks and by tokens per second of wall time.
 
 ours       emo.pipeline.trainer as the launcher runs it, with logging, guards and agreement on stops
-bare       the same DeepSpeed engine, fused MLE head and batches made beforehand; nothing but
-           forward, backward and step
-Trainer    Hugging Face's Trainer with the same DeepSpeed configuration, its own loss
-stall      what a save costs the steps: ours, saving every five steps aside, at once, and not at all
-domains    ours on four sources: as one domain, and as four with a mixture
-host       of ours: CPU time of everything but the engine's forward, backward and step, reading ahead included
+bare       only forward, backward and step of the same DeepSpeed engine and fused MLE head, on ready batches
+Trainer    Hugging Face's Trainer with the same DeepSpeed configuration and its usual loss
+stall      the delay of a save: ours with saves every five steps, in the background or not, and without saves
+domains    ours on four sources, as one domain and as four with a mixture
+host       CPU time of ours without the engine's forward, backward and step, but with reading ahead
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ MIXTURE = {"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1}
 
 
 def data_of(contestant: str) -> list[str]:
-    """Overrides that say which data a contestant reads."""
+    """Return the overrides that select the data of a contestant."""
     name, sources = "training-data", [{"embedded": "world"}]
     if "domain" in contestant:
         name += contestant.removeprefix("ours,").replace(" ", "-")
@@ -58,7 +57,7 @@ def data_of(contestant: str) -> list[str]:
 
 
 def prepare_data() -> None:
-    """Prepare what the contestants read; a quarter of the world is a domain."""
+    """Prepare the data of the contestants. Each domain is a quarter of the corpus."""
     rows = list(read_json_lines(corpus("world")))
     common.RESULTS.mkdir(parents=True, exist_ok=True)
     for index, domain in enumerate(MIXTURE):
@@ -74,18 +73,18 @@ class Clock:
 
     def __init__(self, steps: int) -> None:
         self.steps, self.seen = steps, 0
-        self.host = 0.0  # CPU seconds of other threads, less those that this one spent in the engine
+        self.host = 0.0  # CPU seconds of reading, minus CPU seconds of this thread in the engine
         self.marks: list[tuple[float, float, float]] = []
 
     def tick(self) -> None:
-        """A step begins, or the last one has ended."""
+        """Record that a step begins, or that the last one has ended."""
         if self.seen in (WARM, self.steps):
             self.marks.append((time.process_time(), time.perf_counter(), time.thread_time() + self.host))
         self.seen += 1
 
     @contextlib.contextmanager
     def counted(self, sign: int) -> Iterator[None]:
-        """CPU time of the block is added to the host's or taken from it."""
+        """Add the CPU time of the block to the host's time, or subtract it."""
         began = time.thread_time()
         yield
         self.host += sign * (time.thread_time() - began)
@@ -95,7 +94,7 @@ class Clock:
 
 
 def within(owner: Any, name: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """From now on a function of `owner` runs within a context."""
+    """Make a function of `owner` run within a context."""
     function = getattr(owner, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +105,7 @@ def within(owner: Any, name: str, context: Callable[[], contextlib.AbstractConte
 
 
 def worker(contestant: str, steps: int, directory: Path) -> None:
-    """One rank of one contestant; writes its times to DIRECTORY/rank-N.json when its last step has ended."""
+    """Run one rank of a contestant, and write its times to DIRECTORY/rank-N.json after its last step."""
     from emo.pipeline.engine.start import start_world
 
     options = [f"output_dir={directory}/run", *data_of(contestant)]
@@ -226,15 +225,14 @@ def _trainer(config: RunConfig, world: World, clock: Clock) -> None:
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run: its times, if all ranks had them, and how it ended, if not well."""
+    """The times of a run, which are empty if a rank has none, and the reason of a failure."""
 
-    times: dict[str, float]  # cpu, host: seconds of all ranks; wall: seconds of the slowest
+    times: dict[str, float]  # cpu, host: seconds of all ranks; wall: seconds of the slowest rank
     trouble: str
 
 
 def run(contestant: str, steps: int) -> Outcome:
-    """One run of a contestant. A peer that dies does not end the bench, and one that dies after it was
-    measured has still been measured."""
+    """Run a contestant once. The bench continues if a peer dies, and uses its times if they are complete."""
     with tempfile.TemporaryDirectory() as directory:
         options = ["--worker", contestant, "--steps", str(steps), "--directory", directory]
         done = run_ranks("-m", "tests.bench.training", *options)
@@ -250,14 +248,14 @@ def run(contestant: str, steps: int) -> Outcome:
 
 
 def tabulate(report: common.Report, outcomes: dict[str, list[Outcome]], steps: int) -> None:
-    """The table and the ratios; a contestant without a measured run has its reason instead of numbers."""
+    """Report the table and the ratios. A contestant without times has a reason instead of numbers."""
     measured = {contestant: [run.times for run in runs if run.times] for contestant, runs in outcomes.items()}
 
     def median(contestant: str, kind: str) -> float:
         return statistics.median(times[kind] for times in measured[contestant])
 
     def ratio(contestant: str, base: str, kind: str, base_kind: str = "") -> float | None:
-        """Median over the rounds in which both were measured; None without any."""
+        """Return the median over rounds in which both were measured, or None if there are none."""
         rounds = zip(outcomes[contestant], outcomes[base], strict=True)
         values = [a.times[kind] / b.times[base_kind or kind] for a, b in rounds if a.times and b.times]
         return statistics.median(values) if values else None
@@ -292,7 +290,7 @@ def tabulate(report: common.Report, outcomes: dict[str, list[Outcome]], steps: i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The bench, or with --worker one rank of it."""
+    """Run the bench, or with --worker one rank of it."""
     options = common.parser(__doc__, rounds=3)
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--worker")

@@ -53,7 +53,7 @@ class Cluster:
         """count: number of nodes that train. There is also a spare."""
         self.directory, self.count = directory, count
         self.few = count - max(1, count // 8)
-        self.late = max(0.7, count / 16)  # seconds; steps of many ranks on few cores are long
+        self.late = max(0.7, count / 16)  # seconds, because steps of many ranks on few cores are long
         self.names = [f"node-{number:02d}" for number in range(count + 1)]
         train = {"max_steps": 4 * WINDOW, "save_steps": WINDOW - 1, "logging_steps": WINDOW}
         train |= {"global_batch_size": count, "micro_batch_size": 1, "timeout_minutes": max(1, count // 16)}

@@ -1,18 +1,18 @@
-"""Preparation by several jobs, with failing servers and killed processes: the bytes stay the same.
+"""Check that jobs with failing servers and killed processes prepare the same bytes.
 
     PYTHONPATH=DIRECTORY python -m tests.campaigns.stores [--parts posix s3 ray] [--kills 9]
 
-DIRECTORY has s3fs and ray, and moto if its server is to be tried too. What is missing is skipped. Each part
-kills so many processes at random moments.
+DIRECTORY contains s3fs and ray, and also moto to test its server. Missing packages are skipped. Each part
+kills --kills processes at random moments.
 
-posix two commands share a directory, and are killed and started again.
-s3    two commands on hosts of their own share a bucket: of a server that answers, of one that fails, drops
-      connections and lists slowly, and of one that is killed and started again; then with commands that are
-      killed and started again. moto's server is another implementation. A third host trains from the bucket.
-ray   local clusters of 2 and 4 workers, of which some are killed; a cluster of two nodes, of which one is
-      killed; Ray with a bucket.
+posix Two commands share a directory, and are killed and started again.
+s3    Two commands on separate hosts share a bucket. Its server works, fails, drops connections, lists slowly,
+      or is killed and started again. Then the commands are killed and started again. moto's server is another
+      implementation. A third host trains from the bucket.
+ray   Local clusters have 2 and 4 workers, some of which are killed. A cluster has two nodes, one of which is
+      killed. Ray uses a bucket.
 
-Prints a table and exits 1 when something fails.
+Prints a table and exits with code 1 if something fails.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def has(package: str) -> bool:
 
 
 def write_recipe(directory: Path) -> Path:
-    """Write sources, each of which is a unit because it has a limit, and a recipe of two splits."""
+    """Write sources and a recipe of two splits. Each source is one unit, because it has a limit."""
     for i in range(UNITS):
         write_jsonl(directory / f"{i}.jsonl", texts(400, seed=i, sentences=20))
     sources = [{"files": f"{i}.jsonl", "limit": 350} for i in range(UNITS)]
@@ -69,7 +69,7 @@ def write_recipe(directory: Path) -> Path:
 
 
 def start(recipe: Path, target: str, environment: Environment, *options: str) -> subprocess.Popen[str]:
-    """Start a command. Jobs that share the selection make it in many units."""
+    """Start `emo prepare`. Jobs with --shard use small units, so that they share the selection."""
     program = ["-c", SMALL_UNITS] if "--shard" in options else ["-m", "emo"]
     command = [sys.executable, *program, "prepare", str(recipe), f"data.dir={target}", *options]
     out = (recipe.parent / "log").open("a")
@@ -78,14 +78,14 @@ def start(recipe: Path, target: str, environment: Environment, *options: str) ->
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """The files of all splits of a directory, by their path in it."""
+    """Return the files of all splits of a directory by their relative path."""
     paths = (p for p in directory.rglob("*") if p.is_file() and p.relative_to(directory).parts[0] != ".new")
     files = {p.relative_to(directory).as_posix(): p for p in paths}
     return {name: p.read_bytes() for name, p in files.items() if name.startswith(("train/", "validation/"))}
 
 
 def fetched(directory: Path, target: str, environment: Environment) -> dict[str, bytes]:
-    """What a host that has nothing yet copies from the store, which it verifies."""
+    """Verify prepared data on a host without copies, and return the files that it copies from the store."""
     mirrors = directory / f"reader-{time.monotonic_ns()}"
     changes = environment | {"EMO_MIRRORS": str(mirrors)}
     command = [sys.executable, "-m", "emo", "verify", target]
@@ -96,7 +96,7 @@ def fetched(directory: Path, target: str, environment: Environment) -> dict[str,
 
 
 def same(made: dict[str, bytes], expected: dict[str, bytes]) -> bool:
-    """Whether shards and manifests are the same; notes are not copied to readers."""
+    """Return whether shards and manifests are the same. Notes are not copied to readers."""
     wanted = {n: c for n, c in expected.items() if n.endswith((".arrow", "manifest.json"))}
     return {n: made.get(n) for n in wanted} == wanted
 
@@ -107,9 +107,9 @@ def same(made: dict[str, bytes], expected: dict[str, bytes]) -> bool:
 def share(
     recipe: Path, target: str, environment: Environment, kills: int = 0, server: S3Server | None = None
 ) -> tuple[str, int, bool]:
-    """Let two hosts share a preparation; return how it went, the kills, and whether both ended well.
+    """Let two hosts share a preparation. Return a summary, the number of kills, and whether both succeeded.
 
-    kills: of the commands, each of which is started again. server: is killed and started once.
+    kills: number of commands to kill and start again. server: a server to kill and start again.
     """
     mirrors = [recipe.parent / f"host-{time.monotonic_ns()}-{i}" for i in range(2)]
 
@@ -139,13 +139,13 @@ def share(
 
 
 def repeat(kills: int, most: int, run: Callable[[int], int]) -> None:
-    """Call a run, which gets how many processes to kill and returns how many were, until all are killed."""
+    """Call `run` until `kills` processes are killed. It gets how many to kill, and returns how many were."""
     while kills > 0:
         kills -= max(1, run(min(most, kills)))
 
 
 def prepare_alone(directory: Path) -> tuple[Path, dict[str, bytes]]:
-    """Return a recipe, and the files that one job makes of it in a file system."""
+    """Return a recipe, and the files that a single job prepares from it in a file system."""
     recipe = write_recipe(directory)
     assert start(recipe, str(directory / "alone"), {}).wait() == 0
     return recipe, content(directory / "alone")
@@ -220,7 +220,7 @@ def moto() -> Iterator[Environment]:
 
 
 def train(directory: Path, environment: Environment, show: Campaign) -> None:
-    """The losses of a run from the bucket, on a host that has no copies, against one from a disk."""
+    """Compare the losses of a run from the bucket, on a host without copies, with a run from a disk."""
     directory /= "training"
     directory.mkdir()
     recipe = launching.tiny_recipe(directory)
@@ -246,7 +246,7 @@ def train(directory: Path, environment: Environment, show: Campaign) -> None:
 
 
 def kill_workers(job: subprocess.Popen[str], count: int) -> int:
-    """Kill -9 processes of Ray that run a task, at random moments, until the job ends; return how many."""
+    """Kill up to `count` Ray tasks at random moments until the job ends, and return the number of kills."""
     killed = 0
     while job.poll() is None:
         processes = [p for p in psutil.process_iter(["cmdline"]) if _is_task(p)] if killed < count else []
@@ -289,7 +289,7 @@ def ray(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 def two_nodes(directory: Path, recipe: Path, expected: dict[str, bytes], show: Campaign) -> None:
-    """A cluster of two nodes on this machine. The second is killed when the first parts exist."""
+    """Run a cluster of two nodes on this machine, and kill the second once the first parts exist."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})

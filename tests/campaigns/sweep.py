@@ -1,15 +1,15 @@
-"""A sweep of 2 objectives x 2 seeds: killed over and over, and as an array job of Slurm on this machine.
+"""Run a sweep of 2 objectives x 2 seeds with kills, and as a Slurm array job on this machine.
 
     python -m tests.campaigns.sweep [--kills 20] [--seed 0] [--parts kills study slurm]
 
-kills   all processes of the sweep are killed at seeded random moments, within half of what it takes
-        undisturbed, and the same command is run again. Nothing that was done may be done again, and the table
-        must be that of the undisturbed sweep.
-study   the same of a map of known truths, whose results.json is compared.
-slurm   `emo sweep --slurm` writes an array job; its workers share the runs; the same table. Needs root
-        and Debian's packages, as the cluster campaign does.
+kills   All processes of the sweep are killed at seeded random moments, within half of the undisturbed time,
+        and the same command is run again. No finished stage may be repeated, and the table must equal the
+        table of the undisturbed sweep.
+study   A known-truth study is killed and run again in the same way, and its results.json is compared.
+slurm   `emo sweep --slurm` writes an array job, whose workers share the runs. The table must be the same.
+        Needs root and Debian's packages, as the cluster campaign does.
 
-Prints a table, writes runs/sweep.json, and exits 1 when something was repeated or differs.
+Prints a table, writes runs/sweep.json, and exits with code 1 if something was repeated or differs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def table(out: Path) -> str:
 
 
 def finished(path: Path, out: Path, *options: str) -> str:
-    """Run a sweep to its end; return its table."""
+    """Run a sweep to the end and return its table."""
     output, _ = (process := start(path, f"out={out}", *options)).communicate(timeout=1800)
     assert process.returncode == 0, output
     return table(out)
 
 
 def kills(path: Path, expected: str, count: int, took: float, rng: random.Random, show: Campaign) -> None:
-    """Kill sweeps, one after the other until there were `count` kills; each must end with the same table.
+    """Kill one sweep after the other, until there were `count` kills. Each must produce the same table.
 
-    took: seconds of an undisturbed sweep.
+    took: duration of an undisturbed sweep in seconds.
     """
     killed, sweeps, repeated, equal, most = 0, 0, 0, True, 0
     while killed < count:
@@ -73,7 +73,7 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
 
 
 def study(directory: Path, count: int, rng: random.Random, show: Campaign) -> None:
-    """Kill a study's processes until there were `count` kills; its results must be those without any."""
+    """Kill studies until there were `count` kills. Their results must equal an undisturbed study's."""
 
     def start_study(name: str) -> subprocess.Popen[bytes]:
         axes = ["vocabularies=[12,30]", "draws=[20,40]", "truths=3", "selection=1", "steps=200"]
@@ -103,7 +103,7 @@ def study(directory: Path, count: int, rng: random.Random, show: Campaign) -> No
 
 def array(path: Path, expected: str, show: Campaign) -> None:
     out, file = path.parent / "array", path.parent / "array.sbatch"
-    finished(path, out, "--slurm", str(file), "--workers", str(WORKERS))  # it only writes the job
+    finished(path, out, "--slurm", str(file), "--workers", str(WORKERS))  # only writes the job
     with slurm_cluster(path.parent / "slurm") as environment:
         shape = ("--cpus-per-task=1", "--gpus=0", "--mem=1500")
         states = OVER.findall(Job(environment, path.parent / "array-%a.log", *shape, file).wait())

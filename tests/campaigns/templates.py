@@ -1,12 +1,12 @@
-"""Every chat template that TRL ships, for chats of many kinds: accepted or rejected, and the ids compared.
+"""Check the token ids of chats of many kinds with every chat template that TRL ships.
 
     python -m tests.campaigns.templates [--only NAME]
 
 Each chat has 1, 2 or 10 turns. It is plain, or has a system message, reasoning as a key or in the content,
-or calls of tools: with an empty content, with null, or with reasoning. The ids of every answer and its prompt
-must be those of an account that renders every prompt by `apply_chat_template`, see
-tests/helpers/stock_templates.py. Writes runs/templates.json, and exits 1 when ids differ or a template
-rejects a plain chat.
+or tool calls with empty content, null or reasoning. A template is accepted or rejected for a chat. The ids of
+every answer and its prompt must equal a reference that renders every prompt with `apply_chat_template` (see
+tests/helpers/stock_templates.py). Writes runs/templates.json, and exits with code 1 if ids differ or a
+template is rejected for a plain chat.
 """
 
 from __future__ import annotations

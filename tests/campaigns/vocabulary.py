@@ -1,10 +1,10 @@
-"""A model with new tokens trains under ZeRO-3 as on one rank: python -m tests.campaigns.vocabulary
+"""Check that a model with new tokens trains under ZeRO-3 as on one rank: python -m tests.campaigns.vocabulary
 
-A tiny LLaMA gets 200 pieces of WikiText. It trains on one rank, on two ranks under ZeRO-3, and on two ranks
-that are killed and resumed. Losses and exports must agree. The same model without new tokens trains on the
-same text. Losses per character are measured with transformers on held-out text.
+A tiny LLaMA gets 200 new tokens from WikiText. It trains on one rank, on two ranks under ZeRO-3, and on two
+ranks that are killed and resumed. Losses and exports must agree. The same model without new tokens trains on
+the same text. Losses per character are measured with transformers on held-out text.
 
-Prints a table, and exits 1 if runs differ or the new tokens do not shorten the text.
+Prints a table. Exits with code 1 if runs differ, or if new tokens are not learned or shorten nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.helpers import launching
 
 PIECES = 200
 KILLED = 30  # step after which the run is killed
-BOUND = 1e-5  # of losses and weights: two ranks sum in another order
+BOUND = 1e-5  # of losses, and ten times as large for weights, because two ranks sum in another order
 HELD_OUT = 40  # paragraphs
 ZERO3 = "deepspeed=ds_configs/zero3.json"
 
 
 class Measure(NamedTuple):
-    """Figures of a model on held-out text."""
+    """Measurements of a model on held-out text."""
 
     tokens: float  # per character
     loss: float  # nats per character
