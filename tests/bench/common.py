@@ -193,7 +193,7 @@ class Report:
     def ratio(
         self, name: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None
     ) -> None:
-        """Add a ratio with its target, or only report it without one. No value misses the target."""
+        """Add a ratio, which is only reported without a target. A missing value misses its target."""
         better, target = ("lower", at_most) if at_least is None else ("higher", at_least)
         entry: dict[str, Any] = {"value": None if value is None else round(value, 4), "target": None}
         if self.judged and target is not None:

@@ -45,7 +45,7 @@ CAPABILITIES = (80, 90)
 TOKENS = 64  # per chunk, of which the kernels see one row at a time
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
 SIZES = ("BLOCK", "ENTRIES")  # arguments that are constants of the compiled code
-# Of an H100: bytes/s, and bf16 operations/s that a large product reaches.
+# Bytes/s of an H100, and bf16 operations/s of a large product on it.
 BANDWIDTH, PRODUCTS = 3.35e12, 660e12
 
 

@@ -227,7 +227,7 @@ def _trainer(config: RunConfig, world: World, clock: Clock) -> None:
 class Outcome(NamedTuple):
     """The times of a run, which are empty if a rank has none, and the reason of a failure."""
 
-    times: dict[str, float]  # cpu, host: seconds of all ranks; wall: seconds of the slowest rank
+    times: dict[str, float]  # seconds of all ranks (cpu, host) or of the slowest rank (wall)
     trouble: str
 
 

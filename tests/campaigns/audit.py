@@ -1,7 +1,8 @@
 """Check the packages in requirements.lock for advisories, withdrawn releases and newer releases.
 
-    python -m tests.campaigns.audit DIRECTORY      with uv and pip-audit; `make audit` installs them
+    python -m tests.campaigns.audit DIRECTORY
 
+DIRECTORY contains uv and pip-audit, which `make audit` installs.
 Only packages that this Python and platform would install are checked. A check that could not run is reported.
 Exit codes: 0 for no finding, 1 for an advisory or a withdrawn release (a newer release does not count), 2 if
 no check could run.

@@ -48,7 +48,7 @@ from tests.helpers.launching import ENVIRONMENT, PIPED
 MODEL = "openai-community/gpt2"  # the Hub model that the pages train and evaluate
 CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the Hub model with a chat template
 CHAT_TOKENS = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
-PATIENCE = 600  # seconds for a command; other work may share the machine
+PATIENCE = 600  # seconds for a command, because other work may share the machine
 # Values for the words that a reader fills in.
 FILLED = {"RECIPE": "recipe.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
 FILLED |= {"HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none", "FILE": "table2"}
