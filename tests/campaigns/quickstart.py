@@ -3,7 +3,7 @@
     python -m tests.campaigns.quickstart [--kills 8] [--seed 0]
 
 whole    The first output comes within 2 seconds. The CPU time is below 8 minutes on two cores. The base model
-         has headroom. All gains have intervals above zero. On each task a model is better than guessing.
+         has headroom. Gains over it have intervals above zero. Each task has a model better than chance.
 killed   All its processes are killed with -9 at seeded random moments, and the same command is run again.
          Every accuracy must equal the undisturbed run's.
 next     The commands that it prints at its end are run on a custom file.

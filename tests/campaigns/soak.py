@@ -4,8 +4,8 @@
 
 kills   A 2-rank ZeRO-3 run is disturbed up to --kills times at seeded random moments (while it starts,
         trains, saves or resumes), started again by the same command, and finished. The launchers `deepspeed`
-        and `emo train` take turns, and VICTIMS lists the victims. Every logged loss must equal the
-        undisturbed run's bit for bit, and no unfinished launch may exit with code 0.
+        and `emo train` take turns, and VICTIMS lists the victims. Every loss must equal the undisturbed run's
+        bit for bit. No unfinished launch may exit with code 0, except `deepspeed` before its ranks listen.
 damage  The newest checkpoint of a run is damaged. The run must resume from the one before, and finish with
         the losses of the undisturbed run.
 disks   A disk fills up while a checkpoint is written. One line must report it, and older checkpoints stay.
