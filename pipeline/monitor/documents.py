@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
 
 from emo.common.io.files import write_atomically
 from emo.common.io.untrusted import numpy_value_errors
@@ -97,6 +96,8 @@ def compute_change(before: Documents, after: Documents) -> Change | None:
     value = float(difference.sum() / total)
     if n < FEWEST:
         return Change(value, math.nan, math.nan, n)
+    from scipy.special import stdtrit  # a machine without SciPy can train without intervals
+
     left_out = (difference - value * tokens) / (total - tokens)
     freedom = max(1.0, total**2 / np.square(tokens).sum() - 1)
     half = float(stdtrit(freedom, (1 + LEVEL) / 2) * np.sqrt((n - 1) / n * np.square(left_out).sum()))
