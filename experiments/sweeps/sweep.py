@@ -66,7 +66,7 @@ class Sweep:
     def __init__(self, experiment: Experiment, log: Callable[[str], None] = print) -> None:
         self.experiment = experiment
         self.log = log
-        self.commands = CommandPool()
+        self.commands = CommandPool(experiment.ranks)
         self.runs = expand(experiment)
         self._stages: dict[tuple[str, str | None], list[Stage]] = {}
 
@@ -251,7 +251,10 @@ class Sweep:
         self.log(f"{name}: {stage.name}")
         command = stage.command
         if stage.name == TRAIN:
-            command = [command[0], f"--master_port={random.choice(PORTS)}", *command[1:]]
+            options = (
+                command[3:] if self.commands.gpus else command[1:]
+            )  # --num_gpus would hide this thread's
+            command = [command[0], f"--master_port={random.choice(PORTS)}", *options]
         started = time.monotonic()
         with path.open("a+b") as log:  # has the output of all attempts
             offset = log.tell()

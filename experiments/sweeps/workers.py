@@ -23,7 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from emo.common.errors import ExitCode
+import pynvml
+
+from emo.common.errors import ExitCode, UserError
 from emo.pipeline.control.stop import die_with_parent
 
 TICK = 0.1  # seconds
@@ -39,17 +41,31 @@ class EndedError(Exception):
 
 
 class CommandPool:
-    """Threads that run commands and stop together."""
+    """Threads that run commands and stop together. Each thread has different GPUs.
 
-    def __init__(self) -> None:
+    ranks: GPUs of a thread, on a host with GPUs.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
+        self._thread = threading.local()
         self._closed = threading.Event()  # no further command starts
         self._stopped = threading.Event()  # running commands are stopped
 
     def run_threads(self, work: Callable[[], None], count: int) -> None:
         """Call `work` in `count` threads, from the main thread.
 
-        Raises the first error of a thread, or StoppedError after a SIGTERM, when all threads have ended.
+        Raises UserError if the host has too few GPUs for them. Raises the first error of a thread, or
+        StoppedError after a SIGTERM, when all threads have ended.
         """
+        gpus = visible_gpus()
+        if gpus and len(gpus) < count * self._ranks:
+            problem = f"{count} parallel runs with {self._ranks} GPUs each do not fit on {len(gpus)} GPUs"
+            raise UserError(f"{problem}. Lower --jobs or `ranks`", code="option-value")
+
+        def start(number: int) -> None:
+            self._thread.gpus = gpus[number * self._ranks :][: self._ranks]
+            work()
 
         def stop(number: int, frame: FrameType | None) -> None:
             signal.signal(number, signal.SIG_IGN)  # a repeated signal must not cut off the commands
@@ -58,7 +74,7 @@ class CommandPool:
         previous = signal.signal(signal.SIGTERM, stop)
         try:
             with ThreadPoolExecutor(count) as pool:
-                futures = [pool.submit(work) for _ in range(count)]
+                futures = [pool.submit(start, number) for number in range(count)]
                 try:
                     wait(futures, return_when=FIRST_EXCEPTION)
                     self._closed.set()
@@ -73,6 +89,11 @@ class CommandPool:
             if error is not None and not isinstance(error, EndedError):
                 raise error
 
+    @property
+    def gpus(self) -> list[str]:
+        """The GPUs of this thread, none on a host without GPUs."""
+        return getattr(self._thread, "gpus", [])
+
     def run(self, command: list[str], output: IO[bytes]) -> int:
         """Run a command and return its exit code. Raises EndedError if it was not started, or was stopped."""
         self.wait(0)
@@ -80,7 +101,7 @@ class CommandPool:
             [sys.executable, "-m", "emo.experiments.sweeps.workers", str(os.getpid()), *command],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=command_environment(),
+            env=command_environment() | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}),
             start_new_session=True,  # Ctrl-C reaches it through `run_threads` only
         )
         while process.poll() is None:
@@ -94,6 +115,18 @@ class CommandPool:
         """Wait. Raises EndedError as soon as no further command may start."""
         if self._closed.wait(seconds):
             raise EndedError
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as CUDA names them."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is not None:
+        return [name for name in names.split(",") if name]
+    try:
+        pynvml.nvmlInit()
+        return [str(number) for number in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:  # no driver
+        return []
 
 
 def command_environment() -> dict[str, str]:

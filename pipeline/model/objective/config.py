@@ -107,7 +107,7 @@ Teachers = Annotated[TeacherConfig | Literal["base"] | None, BeforeValidator(_pa
 
 def _check_objective(name: str, params: dict[str, float]) -> None:
     """Raise ValueError for an unknown objective or parameter. User-defined objectives are checked later."""
-    known = parse_objectives(Path(__file__).parents[1] / "loss")
+    known = parse_objectives(Path(__file__).parents[2] / "loss")
     if name not in known:
         if ":" in name or name in registered_objectives():
             return

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -373,6 +374,24 @@ def test_no_process_outlives_the_sweep(tmp_path: Path, number: int, code: int) -
     process.send_signal(number)
     assert process.wait(timeout=120) == code
     wait_for(lambda: not any(map(lives, children)), "end of what was started")
+
+
+def test_threads_have_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    workers = CommandPool(ranks=2)
+    both = threading.Barrier(2)
+
+    def work() -> None:
+        both.wait()  # neither thread works twice
+        with (tmp_path / "log").open("ab") as output:
+            assert workers.run(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], output) == 0
+
+    workers.run_threads(work, 2)
+    assert sorted((tmp_path / "log").read_text().split()) == ["4,5", "6,7"]
+    with refused("option-value"):
+        workers.run_threads(work, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a host without GPUs
+    workers.run_threads(lambda: None, 3)
 
 
 def test_other_threads_finish_their_command_after_a_failure(tmp_path: Path) -> None:
