@@ -74,8 +74,8 @@ def test_the_jobs_of_slurm_give_the_same_results(
     ("more", "reason"),
     [
         (("--data", "nowhere"), "no-task-data"),
-        (("--retriever", "./nowhere"), "model"),
-        (("--retriever", "topk", "--encoder", "./nowhere"), "model"),
+        (("--retriever", "./nowhere"), "no-model"),
+        (("--retriever", "topk", "--encoder", "./nowhere"), "no-model"),
         (("--num_fewshot", "100000"), "too-few-rows"),
     ],
 )
