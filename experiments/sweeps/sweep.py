@@ -251,9 +251,8 @@ class Sweep:
         self.log(f"{name}: {stage.name}")
         command = stage.command
         if stage.name == TRAIN:
-            options = (
-                command[3:] if self.commands.gpus else command[1:]
-            )  # --num_gpus would hide this thread's
+            # --num_gpus would mean the first GPUs of the host, not those of this thread.
+            options = command[3:] if self.commands.gpus else command[1:]
             command = [command[0], f"--master_port={random.choice(PORTS)}", *options]
         started = time.monotonic()
         with path.open("a+b") as log:  # has the output of all attempts
