@@ -82,8 +82,7 @@ class Source(Section):
     https://). Formats: txt, jsonl (ndjson, jsonlines), json, csv, tsv (each also as .zst, .gz, .bz2 or .xz),
     parquet, or directories written by `save_to_disk` of datasets."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
-    """A toy corpus of this package: texts about invented facts (`world`), about half of them (`world-home`,
-    `world-abroad`), or instructions (`world-instruct`)."""
+    """A toy corpus of this package: texts about all facts (`world`), about half of them, or instructions."""
     format: Literal[
         "auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages", "tokens"
     ] = "auto"
@@ -100,14 +99,13 @@ class Source(Section):
     clean: Literal["none", "writingprompts", "ag_news"] = "none"
     """Undo the escapes of a known data set."""
     weight: float = Field(1.0, gt=0, le=10_000)
-    """How often rows are used. 0.3 keeps that share of the rows, chosen by content hash. 2.5 repeats each row
-    2 or 3 times."""
+    """0.3 uses that share of the rows, chosen by content hash. 2.5 repeats each row 2 or 3 times."""
     limit: int | None = Field(None, gt=0)
     """Read at most this many rows of the source, from its beginning, counting duplicates and unusable
     rows."""
     domain: str | None = mark(SET, None, pattern=f"^{NAME}$")
-    """Name for the subject of the text. Domains are mixed and measured separately, and a packed row holds
-    only one domain."""
+    """Name for the subject of the text. Domains are mixed and measured separately, and never share a packed
+    row."""
 
     @property
     def domain_name(self) -> str:
@@ -162,17 +160,16 @@ class DataConfig(Section):
     """Leave out documents with fewer tokens, including BOS and EOS."""
     long_doc_tokens: int | None = mark(SET, None, gt=0)
     """Move documents with at least this many tokens to the domain DOMAIN-long (default-long without domains),
-    so that train.mixture can set their share."""
+    for train.mixture."""
     shards: int = Field(4, gt=0, le=99_999)
-    """Number of files per split. Parallel jobs divide these files among themselves."""
+    """Files per split, which parallel jobs divide among themselves."""
     template: Literal["alpaca", "chat", "chat_template", "chatml", "llama3"] = mark("instruct", "alpaca")
     """Text format of instructions: Alpaca's prompt, a plain transcript (`chat`), the tokenizer's
     `chat_template`, or `chatml` or `llama3` for a base model whose tokenizer has the special tokens but no
     template."""
     reasoning: Literal["keep", "drop", "mask_empty"] = mark("chat", "mask_empty")
-    """Treatment of reasoning with a chat template. `mask_empty`: all reasoning that the template writes has a
-    loss, except empty thinking blocks. `keep`: all of it has a loss. `drop`: reasoning is removed from the
-    rows."""
+    """Loss on reasoning, with a chat template. `mask_empty`: on all reasoning that the template writes,
+    except empty thinking blocks. `keep`: on all of it. `drop`: reasoning is removed from the rows."""
     reasoning_weight: float = mark("chat", 1.0, ge=0, le=1_000_000)
     """Factor for the loss weight of reasoning in answers, with a chat template."""
     template_variables: dict[str, Any] = mark("chat", {})
@@ -195,8 +192,8 @@ class DataConfig(Section):
     near_threshold: float = mark("near", 0.8, gt=0, lt=1)
     """Jaccard similarity from which two rows count as near duplicates."""
     contamination: str | None = mark("report", None)
-    """Directory under root with evaluation tasks. Preparation searches the training text for the rows of
-    `<task>/test.jsonl`."""
+    """Directory under root with rows of evaluation tasks, `<task>/test.jsonl`, to search for in the training
+    text."""
     contamination_ngram: int = mark("contamination", 8, ge=3)
     """Number of consecutive words that count as an overlap."""
     seed: int = 0

@@ -21,14 +21,14 @@ class MixtureConfig(Section):
     """
 
     shares: dict[str, Weight] = {}
-    """Share of each domain: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000} that begins when the
-    mixture does. The shares may have any sum."""
+    """Share of each domain, with any sum: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000} that begins
+    when the mixture does."""
     temperature: float | None = Field(None, gt=0)
     """Instead of `shares`: the share of a domain is proportional to its amount ** (1 / temperature)."""
     by: Literal["tokens", "rows"] = "tokens"
     """Unit of shares and amounts: supervised tokens or rows."""
     max_epochs: dict[str, int] = {}
-    """Largest number of passes over each domain. After that, the other domains get its share."""
+    """Largest number of passes over a domain. After that, the other domains get its share."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> MixtureConfig:

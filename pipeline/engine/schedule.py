@@ -38,8 +38,8 @@ class ScheduleConfig(Section):
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Shape of the decay of `warmup_stable_decay`."""
     decay_from: str | None = None
-    """Checkpoint RUN_DIR/step-N, or its copy in a store, from the time when the learning rate was at its
-    peak. The new run continues from this checkpoint and decays until the last step."""
+    """Checkpoint RUN_DIR/step-N, or its copy in a store, with the learning rate still at its peak. The new
+    run continues from this checkpoint and decays until the last step."""
     num_cycles: int = Field(1, gt=0)
     """Cycles of `cosine_with_restarts`."""
     restart_warmup_ratio: float = Field(0.0, ge=0, lt=1)
