@@ -78,11 +78,11 @@ class Source(Section):
     split: str = "train"
     """Split of the hub data set or of a saved one, also a slice such as `train[:1000]`."""
     files: str | None = Field(None, min_length=1)
-    """Path or glob under data.root, also with {a,b}, or an address or glob that fsspec reads (s3://, gs://,
-    https://): txt, jsonl (ndjson, jsonlines), json, csv, tsv (each also as .zst, .gz, .bz2 or .xz), parquet,
-    or directories written by `save_to_disk` of datasets."""
+    """Path or glob under data.root (also with {a,b}), or an address or glob that fsspec reads (s3://, gs://,
+    https://). Formats: txt, jsonl (ndjson, jsonlines), json, csv, tsv (each also as .zst, .gz, .bz2 or .xz),
+    parquet, or directories written by `save_to_disk` of datasets."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
-    """A corpus of this package: texts about toy facts, about half of them, or instructions."""
+    """A toy corpus of this package: texts about all facts (`world`), about half of them, or instructions."""
     format: Literal[
         "auto", "document", "lines", "paragraphs", "wikitext", "text", "alpaca", "messages", "tokens"
     ] = "auto"
@@ -91,20 +91,21 @@ class Source(Section):
     `messages`, or `tokens` (lists of ids). `auto` is wikitext or lines for text files, and otherwise the form
     of the columns."""
     column: str | None = Field(None, min_length=1)
-    """Column of the text, the tokens, or in instructions of the messages or the prompt."""
+    """Column of the text or the tokens, or for instructions, of the messages or the prompt."""
     columns: dict[str, str] | None = mark(SET, None)
-    """Columns with other names, as part: column. Text has the part text. Instructions have instruction,
-    input, output, system and history, or messages with the keys role and content, and weight. Chat templates
-    also have tools."""
+    """Names of your columns, as part: column. Text has the part text. Instructions have instruction, input,
+    output, system and history, or messages with the keys role and content, and weight. Chat templates also
+    have tools."""
     clean: Literal["none", "writingprompts", "ag_news"] = "none"
     """Undo the escapes of a known data set."""
     weight: float = Field(1.0, gt=0, le=10_000)
-    """0.3 keeps that share of the rows, chosen by content hash. 2.5 repeats each row 2 or 3 times."""
+    """0.3 uses that share of the rows, chosen by content hash. 2.5 repeats each row 2 or 3 times."""
     limit: int | None = Field(None, gt=0)
     """Read at most this many rows of the source, from its beginning, counting duplicates and unusable
     rows."""
     domain: str | None = mark(SET, None, pattern=f"^{NAME}$")
-    """Subject of the text. A packed row holds one domain, and each is mixed and measured separately."""
+    """Name for the subject of the text. Domains are mixed and measured separately, and never share a packed
+    row."""
 
     @property
     def domain_name(self) -> str:
@@ -133,62 +134,66 @@ class DataConfig(Section):
     kind: Literal["text", "instruct"] = "text"
     """Kind of rows: documents for continual pre-training, or instructions with responses."""
     tokenizer: str | None = None
-    """Hub id, directory or sentencepiece .model file, relative to root if it exists there. Or set
+    """Hub id, directory or sentencepiece .model file, relative to root if it exists there. Set either this or
     train_tokenizer."""
     train_tokenizer: int | None = Field(None, gt=0)
-    """Pieces of a sentencepiece model to train on the sources."""
+    """Train a sentencepiece tokenizer with this many pieces on the sources."""
     tokenizer_revision: str | None = None
     """Commit of the hub tokenizer."""
     sources: list[Source] = Field(min_length=1)
     """Sources of the training rows."""
     validation: list[Source] | dict[str, list[Source]] = []
-    """Sources of the validation set, or of several by name: {home: [...], abroad: [...]}. Their rows are
-    not trained on."""
+    """Sources of the validation set, or of several named sets: {home: [...], abroad: [...]}. Training leaves
+    out their rows."""
     validation_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of the sources' rows for validation, by content hash, if `validation` is empty."""
+    """Share of the sources' rows to hold out for validation, chosen by content hash, if `validation` is
+    empty."""
     validation_group: str | None = mark(SET, None, min_length=1)
-    """Column that groups rows, for example by question. validation_fraction does not split a group."""
+    """Column that groups rows, for example by question. validation_fraction never splits a group."""
     sequence_len: int = Field(256, gt=1, le=MAX_TOKENS)
     """Tokens per row."""
     packing: Literal["blocks", "best_fit"] = mark(SET, "blocks")
-    """`blocks` concatenates documents and cuts them into rows. `best_fit`, which instructions always use,
-    cuts only documents longer than a row. It puts the longest first, each into the first row with space."""
+    """`blocks` concatenates documents and cuts the result into rows. `best_fit`, which instructions always
+    use, cuts only documents that are longer than a row. It places documents from the longest to the shortest,
+    each into the first row with enough space."""
     min_doc_tokens: int | None = mark(SET, None, gt=0)
-    """Leave out documents of fewer tokens, BOS and EOS included."""
+    """Leave out documents with fewer tokens, including BOS and EOS."""
     long_doc_tokens: int | None = mark(SET, None, gt=0)
-    """Give documents of at least this many tokens the domain DOMAIN-long (default-long without domains), for
-    train.mixture."""
+    """Move documents with at least this many tokens to the domain DOMAIN-long (default-long without domains),
+    for train.mixture."""
     shards: int = Field(4, gt=0, le=99_999)
-    """Files per split, and the unit of parallel work."""
+    """Files per split, which parallel jobs divide among themselves."""
     template: Literal["alpaca", "chat", "chat_template", "chatml", "llama3"] = mark("instruct", "alpaca")
-    """Text form of instructions: Alpaca's prompt, a plain transcript (`chat`), the tokenizer's
+    """Text format of instructions: Alpaca's prompt, a plain transcript (`chat`), the tokenizer's
     `chat_template`, or `chatml` or `llama3` for a base model whose tokenizer has the special tokens but no
     template."""
     reasoning: Literal["keep", "drop", "mask_empty"] = mark("chat", "mask_empty")
-    """Loss on reasoning in a chat template. `mask_empty`: on all that the template writes except empty
-    thinking blocks. `keep`: on all. `drop`: the row's reasoning is removed."""
+    """Loss on reasoning, with a chat template. `mask_empty`: on all reasoning that the template writes,
+    except empty thinking blocks. `keep`: on all of it. `drop`: reasoning is removed from the rows."""
     reasoning_weight: float = mark("chat", 1.0, ge=0, le=1_000_000)
-    """Factor on the loss weight of reasoning in answers of a chat template."""
+    """Factor for the loss weight of reasoning in answers, with a chat template."""
     template_variables: dict[str, Any] = mark("chat", {})
-    """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD) is its current
-    date, 2026-01-01 by default."""
+    """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD) is the current
+    date that the template sees, by default 2026-01-01."""
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
     """Treatment of examples that are longer than a row."""
     limit_rows: int | None = Field(None, gt=0)
-    """Use at most this many training rows (documents or examples, with copies)."""
+    """Use at most this many training rows (documents or examples, including copies)."""
     limit_tokens: int | None = Field(None, gt=0)
     """Use at most this many training tokens."""
     strict: bool = mark("report", True)
-    """Whether a broken line or a missing column is an error. false counts it as a rejected row."""
+    """If true, a broken line or a missing column is an error. If false, it counts as a rejected row."""
     max_chars: int = Field(10_000_000, gt=0)
-    """Longer rows are rejected."""
+    """Rows with more characters are rejected."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """`exact` drops equal rows. `near` also drops rows whose MinHash similarity reaches near_threshold (in
-    instructions, of prompts and of responses). With `none`, validation rows may also be training rows."""
+    """`exact` drops duplicate rows. `near` also drops rows whose MinHash similarity to another row reaches
+    near_threshold (for instructions, the similarity of prompts and of responses). With `none`, validation
+    rows may also be training rows."""
     near_threshold: float = mark("near", 0.8, gt=0, lt=1)
     """Jaccard similarity from which two rows count as near duplicates."""
     contamination: str | None = mark("report", None)
-    """Directory under root whose `<task>/test.jsonl` rows are searched in the training text."""
+    """Directory under root with rows of evaluation tasks, `<task>/test.jsonl`, to search for in the training
+    text."""
     contamination_ngram: int = mark("contamination", 8, ge=3)
     """Number of consecutive words that count as an overlap."""
     seed: int = 0

@@ -37,7 +37,7 @@ class RunConfig(Section):
     output_dir: Path = mark(FREE)
     """Directory of the run: configuration, metrics, checkpoints, export."""
     data: DataConfig = mark(FREE)
-    """The data to tokenize. A resume compares the fingerprint of the prepared data."""
+    """The data to tokenize. A resumed run needs data with the same fingerprint."""
     model: ModelConfig
     """The model to train."""
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -45,7 +45,7 @@ class RunConfig(Section):
     train: TrainConfig
     """Optimization, validation, checkpoints and logging."""
     deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
-    """DeepSpeed configuration, relative to the repository or working directory. A resume compares its
+    """DeepSpeed configuration, relative to the repository or working directory. A resumed run needs the same
     content."""
 
     @model_validator(mode="after")

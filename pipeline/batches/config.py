@@ -24,11 +24,11 @@ class MixtureConfig(Section):
     """Share of each domain, with any sum: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000} that begins
     when the mixture does."""
     temperature: float | None = Field(None, gt=0)
-    """Makes shares proportional to amount ** (1 / temperature), instead of `shares`."""
+    """Instead of `shares`: the share of a domain is proportional to its amount ** (1 / temperature)."""
     by: Literal["tokens", "rows"] = "tokens"
     """Unit of shares and amounts: supervised tokens or rows."""
     max_epochs: dict[str, int] = {}
-    """Largest number of passes over a domain. Then the other domains get its share."""
+    """Largest number of passes over a domain. After that, the other domains get its share."""
 
     @model_validator(mode="after")
     def _check_shares(self) -> MixtureConfig:
@@ -54,20 +54,19 @@ class BatchConfig(Section):
     """The keys of `train` that set how long to train, on how many rows a step, and in which order."""
 
     num_train_epochs: float | None = Field(None, gt=0)
-    """Passes over the data, or set max_steps. The last step is filled up with rows of the next pass. With a
-    mixture it is left out."""
+    """Passes over the data. Set either this or max_steps. An incomplete last step is filled up with rows of
+    the next pass, or with a mixture, left out."""
     max_steps: int | None = Field(None, gt=0)
-    """Optimizer steps, or set num_train_epochs."""
+    """Optimizer steps. Set either this or num_train_epochs."""
     global_batch_size: int = Field(16, gt=0)
     """Rows per optimizer step over all ranks."""
     micro_batch_size: int = mark(FREE, 4, gt=0)
     """Rows per forward pass and rank."""
     sequence_parallel: int = mark(FREE, 1, gt=0)
-    """Ranks that share every row, so that activations of long rows fit into memory. It must divide the ranks
-    and data.sequence_len. Losses and order do not depend on it."""
+    """Number of ranks that share each row, so that activations of long rows fit into memory. It must divide
+    the number of ranks and data.sequence_len."""
     mixture: MixtureConfig | None = None
-    """Shares of the domains. Without a mixture, each epoch is one permutation of all rows. To change it in a
-    run, set mixture_from."""
+    """Shares of the domains. To change the mixture during a run, set mixture_from."""
     mixture_from: int | None = mark(FREE, None, ge=0)
     """Step of the checkpoint from which a changed mixture is used."""
     seed: int = Field(42, ge=0)

@@ -16,11 +16,11 @@ class EarlyStopping(Section):
     """When a run ends before its last step."""
 
     metric: Metric = "nll"
-    """`loss`, `nll`, `demd` or `divergence` of the validation sets, `SET/nll` of one set, or `task:NAME`, the
-    accuracy of checkpoints on a task of `emo watch`."""
+    """`loss`, `nll`, `demd` or `divergence` (means over the validation sets), `SET/nll` of one set, or
+    `task:NAME`, the accuracy of checkpoints on a task that `emo watch` evaluates."""
     patience: int = Field(3, gt=0)
-    """End after this many validations in a row without a new lowest value, or scored checkpoints without a
-    higher accuracy."""
+    """End the run after this many validations in a row without a new lowest value, or for `task:NAME`, scored
+    checkpoints without a new highest accuracy."""
 
 
 class SavingConfig(Section):
@@ -31,19 +31,19 @@ class SavingConfig(Section):
     save_total_limit: int = mark(FREE, 2, gt=0)
     """Number of newest complete checkpoints to keep."""
     keep_every: int = mark(FREE, 0, ge=0)
-    """Also keep the checkpoints of every this many steps."""
+    """Also keep checkpoints whose step is a multiple of this number."""
     async_save: bool = mark(FREE, True)
     """Write checkpoints while training continues, from a copy in host memory (14 bytes per parameter over all
-    ranks). With export_checkpoints, rank 0 also holds the model in its dtype."""
+    ranks)."""
     copy_to: str | None = mark(FREE, None)
-    """Store to which every checkpoint is copied: s3://, gs:// or a directory. A run without its output_dir
-    resumes from it."""
+    """Store to which every checkpoint is copied: s3://, gs:// or a directory. If output_dir is missing, the
+    run resumes from this store."""
     export_checkpoints: bool = mark(FREE, False)
     """Put an export for Hugging Face into each checkpoint."""
     keep_best: Metric | None = mark(FREE, None)
-    """Save a checkpoint at every new lowest `loss`, `nll`, `demd` or `divergence` (means over the validation
-    sets) or `SET/nll`, and keep the best one. `task:NAME` keeps the one with the highest accuracy on a task
-    of `emo watch`. Up to save_total_limit more checkpoints then wait for their score."""
+    """Save a checkpoint at every new lowest value of this metric, and keep the best one: `loss`, `nll`,
+    `demd` or `divergence` (means over the validation sets), or `SET/nll`. `task:NAME` keeps the checkpoint
+    with the highest accuracy on a task that `emo watch` evaluates."""
     load_best_at_end: bool = mark(FREE, False)
     """Export the best checkpoint instead of the last one."""
     early_stopping: EarlyStopping | None = mark(FREE, None)

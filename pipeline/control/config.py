@@ -11,4 +11,4 @@ class LimitsConfig(Section):
     timeout_minutes: float = mark(FREE, 10, gt=0, le=1e5)
     """A step fails if a rank waits longer than this for another one."""
     max_minutes: float | None = mark(FREE, None, gt=0)
-    """Save and stop after this time."""
+    """Save a checkpoint and stop after this many minutes."""

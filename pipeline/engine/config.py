@@ -16,8 +16,8 @@ class OptimizerConfig(ScheduleConfig):
 
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "muon"] = "adamw"
     """`adamw_8bit` stores AdamW's averages in 8 bits, and `paged_adamw_8bit` also moves them to host memory
-    if the GPU is full. `muon` trains the matrices of the body with Muon, and all else with AdamW. The logged
-    gradient norm is then the update's."""
+    if the GPU is full. `muon` trains the matrices of the layers with Muon, and all other weights with
+    AdamW."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the optimizer's weights, accumulated gradients and AdamW's averages. With `bfloat16` a
     parameter takes 10 instead of 18 bytes, but updates of less than 0.2 % of a weight are lost. It needs
@@ -25,21 +25,21 @@ class OptimizerConfig(ScheduleConfig):
     muon_lr: float | None = Field(None, gt=0, le=1e6)
     """Peak learning rate of Muon, usually about 0.02, with the same schedule."""
     head_lr_ratio: float = Field(1.0, ge=0, le=1e3)
-    """Learning rate of the output head (and a tied embedding) over the rate of other weights. 0 freezes the
-    head."""
+    """Learning rate of the output head (and a tied embedding), divided by that of the other weights. 0
+    freezes the head."""
     only: Literal["embeddings"] | None = None
     """`embeddings` trains only the token embeddings and the output head, for example after `emo
     extend-vocabulary`."""
     only_steps: int | None = Field(None, gt=0)
-    """Number of first steps in which `only` applies, by default all."""
+    """Number of steps, from the first, in which `only` applies. The default is all steps."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices and embeddings, not of norms and biases."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """AdamW's averages of gradient and squared gradient."""
+    """AdamW's decay rates for the averages of the gradient and the squared gradient."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Largest gradient norm. 0 disables clipping."""
+    """Gradients with a larger norm are clipped. 0 disables clipping."""
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> OptimizerConfig:

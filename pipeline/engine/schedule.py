@@ -24,8 +24,7 @@ class ScheduleConfig(Section):
     lr_scheduler_type: Literal[
         "cosine", "linear", "constant", "cosine_with_restarts", "inverse_sqrt", "warmup_stable_decay"
     ] = "cosine"
-    """Learning rate after the warm-up, under the names of transformers. Unlike there, the first step has a
-    rate above 0."""
+    """Learning rate after the warm-up, with the names of transformers."""
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
     """Share of the steps (rounded up) over which the learning rate rises."""
     warmup_steps: int | None = Field(None, ge=0)
@@ -39,8 +38,8 @@ class ScheduleConfig(Section):
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Shape of the decay of `warmup_stable_decay`."""
     decay_from: str | None = None
-    """Checkpoint RUN_DIR/step-N, or its copy in a store, at the peak of its learning rate. The new run
-    continues from it and decays until the last step."""
+    """Checkpoint RUN_DIR/step-N, or its copy in a store, with the learning rate still at its peak. The new
+    run continues from this checkpoint and decays until the last step."""
     num_cycles: int = Field(1, gt=0)
     """Cycles of `cosine_with_restarts`."""
     restart_warmup_ratio: float = Field(0.0, ge=0, lt=1)

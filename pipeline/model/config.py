@@ -19,20 +19,22 @@ class LoraConfig(Section):
     dropout: float = Field(0.05, ge=0, lt=1)
     """Dropout on the input of the adapters."""
     targets: str | list[str] = "all-linear"
-    """Names of the modules to adapt, or all-linear: every linear layer except the head."""
+    """Names of the modules to adapt, or `all-linear` for every linear layer except the output head."""
     use_rslora: bool = False
-    """Scale by alpha / sqrt(r) instead, which suits large ranks."""
+    """Scale by alpha / sqrt(r) instead of alpha / r, which suits large ranks."""
     use_dora: bool = False
-    """Also train the length of each row of the adapted weights (DoRA), which is slower."""
+    """Also train the magnitude of each row of the adapted weights (DoRA), which is slower."""
     train_embeddings: bool = False
     """Also train the embeddings and the output head in full, for example for new tokens. In PEFT, this is
     `modules_to_save: [embed_tokens, lm_head]`."""
     loraplus_lr_ratio: float = Field(1.0, gt=0, le=1e3)
-    """Learning rate of the adapters' B and DoRA's lengths over the rate of A (LoRA+), usually 16."""
+    """Learning rate of the B matrices and of DoRA's magnitudes, divided by that of the A matrices. LoRA+
+    usually uses 16."""
     base_dtype: Literal["nf4"] | None = None
-    """Store the frozen linear layers in 4 bits (QLoRA), for ZeRO-1 and 2. The default is model.dtype."""
+    """`nf4` stores the frozen linear layers in 4 bits (QLoRA), with ZeRO-1 or 2. The default is
+    model.dtype."""
     path: str | None = None
-    """Directory or hub id of an adapter to continue, with the same settings."""
+    """Directory or hub id of an adapter to train further, with the same settings."""
     export: Literal["merged", "adapter", "both"] = mark(FREE, "merged")
     """What an export contains: the merged model, the adapter in PEFT's format, or both, with the adapter in
     `adapter/`."""
@@ -42,25 +44,27 @@ class RopeConfig(Section):
     """RoPE of a pre-trained model for a longer context, with the names and formulas of Transformers."""
 
     type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
-    """How the frequencies are scaled, by default as in the model."""
+    """How the frequencies are scaled. The default is the model's scaling."""
     theta: float | None = Field(None, gt=1)
     """Base of the frequencies (`rope_theta`), by default the model's."""
     factor: float | None = Field(None, ge=1)
-    """The new context divided by the original one. Required with `type`."""
+    """Length of the new context divided by that of the original one. Required with `type`."""
     original_max_position_embeddings: int | None = Field(None, gt=0)
-    """The context before scaling, by default the model's."""
+    """Length of the context before scaling, by default the model's."""
     max_position_embeddings: int | None = Field(None, gt=0)
-    """The new context, for `theta` alone and llama3. The default is the model's times `factor`."""
+    """Length of the new context, if only `theta` is set or with llama3. The default is the model's length
+    times `factor`."""
     attention_factor: float | None = Field(None, gt=0)
-    """Factor on cosines and sines (yarn). The default is 0.1 ln(factor) + 1."""
+    """For yarn: factor for cosines and sines. The default is 0.1 ln(factor) + 1."""
     beta_fast: float | None = Field(None, gt=0)
-    """Rotations in the original context above which a frequency is kept (yarn, 32)."""
+    """For yarn: frequencies with more rotations than this in the original context are kept. The default is
+    32."""
     beta_slow: float | None = Field(None, gt=0)
-    """Rotations in the original context below which a frequency is divided by factor (yarn, 1)."""
+    """For yarn: frequencies with fewer rotations than this are divided by factor. The default is 1."""
     low_freq_factor: float | None = Field(None, gt=0)
-    """Rotations below which a frequency is divided by factor (llama3, 1)."""
+    """For llama3: frequencies with fewer rotations than this are divided by factor. The default is 1."""
     high_freq_factor: float | None = Field(None, gt=0)
-    """Rotations above which a frequency is kept (llama3, 4)."""
+    """For llama3: frequencies with more rotations than this are kept. The default is 4."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RopeConfig:
@@ -94,27 +98,26 @@ class ModelConfig(Section):
     revision: str | None = None
     """Commit of the hub model."""
     architecture: dict[str, Any] | None = None
-    """Keys of a Hugging Face configuration, including model_type."""
+    """Hugging Face configuration of a new model, including model_type."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations."""
     attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
-    """`varlen` is PyTorch's variable-length attention, which needs no mask. `auto` is the first of the other
-    values that host and model support."""
+    """`varlen` is PyTorch's variable-length attention, which separates packed documents without a mask.
+    `auto` is the first of the other values that the host and the model support."""
     activation_checkpointing: bool | Literal["offload"] = mark(FREE, False)
-    """Recompute activations in the backward pass, to save memory at about a third more time. `offload` also
-    moves the inputs of the layers to host memory."""
+    """Recompute activations in the backward pass, which saves memory but takes about a third more time.
+    `offload` also moves the inputs of the layers to host memory."""
     tiled_mlp: bool = mark(FREE, False)
-    """Compute the MLPs in tiles of about hidden_size tokens (DeepSpeed's TiledMLP), and again in the backward
-    pass, for long rows. Every start compares them with the plain MLPs."""
+    """For long rows: compute the MLPs in tiles of about hidden_size tokens (DeepSpeed's TiledMLP), and
+    recompute them in the backward pass."""
     compile: bool = False
     """Use torch.compile on GPUs: on the complete model under ZeRO-1 and 2, on each layer under ZeRO-3."""
     kernels: Literal["liger"] | None = mark(FREE, None)
-    """Liger's kernels for RMSNorm, rotary embedding and gated product, on GPUs. Every start compares them
-    with the model's layers."""
+    """Use Liger's kernels for RMSNorm, rotary embedding and gated product, on GPUs."""
     rope: RopeConfig | None = None
     """Change the rotary position embeddings of a pre-trained model, to extend its context."""
     neftune_noise_alpha: float = Field(0.0, ge=0)
-    """Add uniform noise to the input embeddings in training (NEFTune), usually 5 to 15."""
+    """Strength of the uniform noise that training adds to the input embeddings (NEFTune), usually 5 to 15."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
 

@@ -20,9 +20,9 @@ class ProfileConfig(Section):
     """Steps that torch.profiler records in `profile/` of the run directory, with the memory of GPUs."""
 
     steps: tuple[int, int]
-    """First and last step, from 1."""
+    """First and last step to record, counted from 1."""
     ranks: list[NonNegativeInt] = Field([0], min_length=1)
-    """Ranks that record them."""
+    """Ranks that record these steps."""
 
     @model_validator(mode="after")
     def _check_order(self) -> ProfileConfig:
@@ -41,15 +41,16 @@ class MonitorConfig(Section):
     eval_rows: int = mark(FREE, 512, gt=0)
     """Largest number of rows of each validation set."""
     kl_from_base: int | None = mark(FREE, None, ge=0)
-    """Validation measures KL(base, model), the divergence from the model before training. With LoRA
-    (without `train_embeddings`) or `objective.teacher: base` it is exact, and on unless this is 0. Otherwise,
-    set how many most likely tokens to store per position, for example 64."""
+    """Each validation measures KL(base, model), the divergence from the model before training. With LoRA
+    (without `train_embeddings`) or `objective.teacher: base`, it is exact and always measured unless this is
+    0. Otherwise, set how many of the base model's most likely tokens to store per position, for example
+    64."""
     sample_prompts: list[str] = mark(FREE, [])
     """Texts that the model continues before the first step and at every save."""
     sample_tokens: int = mark(FREE, 64, gt=0)
-    """Tokens of each continuation."""
+    """Number of tokens of each continuation."""
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = mark(FREE, [])
-    """Trackers that receive the metrics besides metrics.jsonl."""
+    """Trackers that receive the metrics, in addition to metrics.jsonl."""
     project: str = mark(FREE, "emo")
     """Project in Weights & Biases and Trackio, experiment in MLflow."""
     profile: ProfileConfig | None = mark(FREE, None)

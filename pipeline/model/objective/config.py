@@ -60,21 +60,21 @@ def label_of(weight: float | RampConfig, name: str) -> str:
 
 
 class TeacherConfig(Section):
-    """The model that a divergence compares with."""
+    """The teacher whose predictions a divergence compares with the model's."""
 
     model: str | None = None
     """Hub id or directory of a causal LM with the tokenizer of the data."""
     revision: str | None = None
     """Commit of the hub model."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of its weights, by default the trained model's."""
+    """Type of the teacher's weights, by default that of the trained model."""
     temperature: float = Field(1.0, gt=0)
-    """Divides its logits."""
+    """Divides the teacher's logits."""
     scores: str | None = None
     """Instead of a model: the name of scores that `emo score --top_k K` stored with the data."""
     ema: float | None = Field(None, ge=0, lt=1)
-    """Instead of a model: the exponential average of the trained weights. Each step keeps this share of it. 0
-    is the model itself, which needs no memory."""
+    """Instead of a model: the exponential average of the trained weights, with this decay. With 0, the
+    teacher is the trained model itself and needs no memory."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TeacherConfig:
@@ -127,7 +127,7 @@ class PartConfig(Section):
     weight: Weight = 1.0
     """Weight in the sum: a number, or a ramp {from, to, steps} over the first steps."""
     share: Share = 1.0
-    """Share of the steps in which it counts, evenly spaced."""
+    """Share of the steps in which this objective is used, evenly spaced."""
     cost: str | None = None
     """The cost embedding, which must equal objective.cost."""
     teacher: Teachers = None
@@ -140,21 +140,22 @@ class PartConfig(Section):
 
 
 class OnPolicyConfig(Section):
-    """Steps that train on text of the model, judged by a teacher (GKD, arXiv 2306.13649)."""
+    """Steps that train on text that the model generates, with a teacher (GKD, arXiv 2306.13649)."""
 
     share: Share
-    """Share of the steps, evenly spaced."""
+    """Share of the steps that use generated text, evenly spaced."""
     tokens: int = Field(128, gt=0)
     """Largest number of tokens to generate after each prompt."""
     temperature: float = Field(1.0, gt=0)
-    """Divides the logits before a token is drawn."""
+    """Sampling temperature of the generated text."""
     context: Literal["prompt", "demonstration"] = "prompt"
-    """What the teacher reads before the text: the prompt, or the prompt with its answer in the data and then
-    the prompt again (SDFT, arXiv 2601.19897). The latter needs the teacher `base` or {ema: DECAY}."""
+    """What the teacher reads before the generated text. `prompt`: only the prompt. `demonstration`: the
+    prompt with its answer from the data, then the prompt again (SDFT, arXiv 2601.19897), with the teacher
+    `base` or {ema: DECAY}."""
 
 
 class ObjectiveConfig(Section):
-    """The loss to minimise. docs/reference/objectives.md lists the names and their parameters."""
+    """The loss to minimize. docs/reference/objectives.md lists the names and their parameters."""
 
     name: str = "emo"
     """A built-in objective, FILE.py:FUNCTION, MODULE:FUNCTION, or a name that an installed package
@@ -169,18 +170,19 @@ class ObjectiveConfig(Section):
     """Teacher of a divergence: {model: PATH}, {scores: NAME}, {ema: DECAY} for the average of the trained
     weights, or `base` for the model before training."""
     on_policy: OnPolicyConfig | None = None
-    """Steps that train on text of the model, judged by a live teacher."""
+    """Steps that train on text that the model generates. The teacher must be a model, not stored scores."""
     cost: str = "pretrained"
-    """The cost embedding: `pretrained` (the head of model.path before training), `live` (the head as it
-    trains), or a model directory, hub id or tensor file. Two controls: `constant` (every wrong token costs 1)
-    and `permuted` (`pretrained` with tokens exchanged by cost_seed). `numbers`: the distance of numeric
-    tokens, logarithmic above 9."""
+    """Embedding that defines the costs of wrong tokens: `pretrained` (the head of model.path before
+    training), `live` (the head during training), or a model directory, hub id or tensor file. `constant`
+    (every wrong token costs 1) and `permuted` (`pretrained` with tokens exchanged by cost_seed) are controls.
+    `numbers` uses the difference between numeric tokens, logarithmic above 9."""
     cost_seed: int = 0
     """Seed of `permuted`."""
     cost_cache_mb: float = Field(0.0, ge=0)
-    """Memory for cost rows of frequent targets, which is faster and changes gradients by less than 2e-3."""
+    """Memory in which the costs of frequent targets are kept. This is faster, and changes gradients by less
+    than 2e-3."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight of (log sum exp of the logits)^2, which keeps logits from drifting."""
+    """Weight of a penalty on (log sum exp of the logits)^2, which keeps logits from drifting."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target's probability that is spread over the vocabulary."""
 
