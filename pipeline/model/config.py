@@ -48,7 +48,7 @@ class RopeConfig(Section):
     theta: float | None = Field(None, gt=1)
     """Base of the frequencies (`rope_theta`), by default the model's."""
     factor: float | None = Field(None, ge=1)
-    """Length of the new context divided by that of the original one. Required with `type`."""
+    """Length of the new context divided by the original length. Required with `type`."""
     original_max_position_embeddings: int | None = Field(None, gt=0)
     """Length of the context before scaling, by default the model's."""
     max_position_embeddings: int | None = Field(None, gt=0)

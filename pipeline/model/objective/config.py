@@ -67,7 +67,7 @@ class TeacherConfig(Section):
     revision: str | None = None
     """Commit of the hub model."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of the teacher's weights, by default that of the trained model."""
+    """Type of the teacher's weights, by default the type of the trained model."""
     temperature: float = Field(1.0, gt=0)
     """Divides the teacher's logits."""
     scores: str | None = None
