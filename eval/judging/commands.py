@@ -55,9 +55,9 @@ def _add_answer(subparsers: Any) -> argparse.ArgumentParser:
 def _add_judge(subparsers: Any) -> argparse.ArgumentParser:
     judge: argparse.ArgumentParser = subparsers.add_parser(
         "judge",
-        description="Compare two models' answers with a judge model. The win rate is how often B wins against "
-        "the baseline A. `emo report OUTPUT_PATH` shows it. To use a judge behind an API, write the prompts with "
-        "--write_prompts, send them, and read the replies with --replies.",
+        description="Compare two models' answers with a judge model. The win rate is how often B wins "
+        "against the baseline A. `emo report OUTPUT_PATH` shows it. To use a judge behind an API, write the "
+        "prompts with --write_prompts, send them, and read the replies with --replies.",
         examples=[
             "emo judge --judge auto-j --a mle/model_outputs.json --b emo/model_outputs.json",
             "emo judge --judge alpaca_eval --a a.json --b b.json --write_prompts ask.jsonl --format openai",
