@@ -48,11 +48,11 @@ def run_tasks(
     """Yield each number with the result of its task, as they end. Raises UserError of a task.
 
     Args:
-        function: what a task calls with `shared`, its number and the arguments.
-        shared: the first argument of all tasks.
-        numbers: one for each task.
-        arguments: further arguments of all tasks.
-        gpus: give each task a GPU if the cluster has any. A task has one CPU in any case.
+        function: What a task calls with `shared`, its number and the arguments.
+        shared: The first argument of all tasks.
+        numbers: One for each task.
+        arguments: Further arguments of all tasks.
+        gpus: Give each task a GPU if the cluster has any. A task has one CPU in any case.
     """
     import ray
 

@@ -58,10 +58,10 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
     The prediction is stored in the data directory, for reports. Raises UserError if they cannot be predicted.
 
     Args:
-        config: the data section of the recipe.
-        machines: number of jobs, each on its own machine.
-        workers: number of processes of each job.
-        say: prints a line for the user.
+        config: The data section of the recipe.
+        machines: Number of jobs, each on its own machine.
+        workers: Number of processes of each job.
+        say: Prints a line for the user.
     """
     if config.tokenizer is None:
         raise UserError(

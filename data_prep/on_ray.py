@@ -33,10 +33,10 @@ def prepare_on_ray(config: DataConfig, workers: int, force: bool, say: Say) -> N
     """Make all shards with tasks of Ray.
 
     Args:
-        config: the data section of the recipe.
+        config: The data section of the recipe.
         workers: CPUs of a local cluster.
-        force: discard prepared data and start over.
-        say: prints a line for the user.
+        force: Discard prepared data and start over.
+        say: Prints a line for the user.
     """
     # Nodes have other working directories.
     config = config.model_copy(update={"dir": config.dir.absolute(), "root": config.root.absolute()})

@@ -148,13 +148,13 @@ def prepare(
     """Make the shards of one job, and all files that they need. Raises UserError.
 
     Args:
-        config: the data section of the recipe.
+        config: The data section of the recipe.
         shard: (i, n), this is job i of n.
-        workers: number of worker processes.
-        force: discard prepared data and start over.
-        finish: make no shards, only write the manifests.
-        say: prints a line for the user.
-        kind: the class of the job, if other processes do its work.
+        workers: Number of worker processes.
+        force: Discard prepared data and start over.
+        finish: Make no shards, only write the manifests.
+        say: Prints a line for the user.
+        kind: The class of the job, if other processes do its work.
     """
     if force and shard[1] > 1:
         raise UserError(

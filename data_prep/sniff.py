@@ -103,9 +103,9 @@ def sniff(files: str, tokenizer: str | None, console: Console) -> str:
     """Print how files are parsed. Return the recipe. Raises UserError if no row can be read.
 
     Args:
-        files: a path, pattern or address.
-        tokenizer: hub id, directory or .model file, or None to print characters instead of tokens.
-        console: prints the output.
+        files: A path, pattern or address.
+        tokenizer: Hub id, directory or .model file, or None to print characters instead of tokens.
+        console: Prints the output.
     """
     colours = console.is_terminal and not console.no_color
     with tempfile.TemporaryDirectory() as folder:
@@ -350,10 +350,10 @@ def make_recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int
     """Return the `data` section for a file as YAML.
 
     Args:
-        look: the parsed file.
-        files: a path, pattern or address.
-        tokenizer: hub id, directory or .model file, or None.
-        lengths: tokens of each usable row.
+        look: The parsed file.
+        files: A path, pattern or address.
+        tokenizer: Hub id, directory or .model file, or None.
+        lengths: Tokens of each usable row.
     """
     size = look.input.size * look.files
     source = {"files": files if "://" in files else str(Path(files).expanduser().absolute())}

@@ -90,10 +90,10 @@ class Supervisor:
         """Describe the run.
 
         Args:
-            options: options of `deepspeed`.
-            program: a script, or --module and a module, that each rank runs.
-            arguments: arguments of the program.
-            reports: an empty directory for the reports of the ranks.
+            options: Options of `deepspeed`.
+            program: A script, or --module and a module, that each rank runs.
+            arguments: Arguments of the program.
+            reports: An empty directory for the reports of the ranks.
         """
         self.command = ["deepspeed", *options, *program, *arguments]
         self.program = program[-1]
@@ -200,10 +200,10 @@ def run_exit_code(launcher: int, ranks: list[int | None], requested: bool, hosts
     Its 0 counts only with `hosts`, because `deepspeed` also returns 0 when its launch.py was killed.
 
     Args:
-        launcher: exit code of `deepspeed`.
-        ranks: exit codes of this host's ranks, None for a killed one.
-        requested: whether this process was asked to stop.
-        hosts: whether the run may use other hosts.
+        launcher: Exit code of `deepspeed`.
+        ranks: Exit codes of this host's ranks, None for a killed one.
+        requested: Whether this process was asked to stop.
+        hosts: Whether the run may use other hosts.
     """
     trusted = launcher if launcher in TRAINING_CODES else ExitCode.FAILURE
     if not ranks:
@@ -232,8 +232,8 @@ def launch(program: list[str], arguments: list[str]) -> int:
     A mistake in the arguments or the recipe is reported here, before any rank starts.
 
     Args:
-        program: a script, or --module and a module, that each rank runs.
-        arguments: options of `deepspeed`, then `--`, then arguments of the program.
+        program: A script, or --module and a module, that each rank runs.
+        arguments: Options of `deepspeed`, then `--`, then arguments of the program.
     """
     dashes = arguments.index("--") if "--" in arguments else -1
     options = arguments[: max(dashes, 0)]

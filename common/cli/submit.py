@@ -46,11 +46,11 @@ def submit_array(
     """Submit an array of jobs to Slurm, and the job that checks and completes their work.
 
     Args:
-        script: the job file below `launch/slurm`.
-        words: its arguments.
-        jobs: number of jobs of the array.
-        options: options of `sbatch` for the array, besides those in the job file.
-        last: further arguments of the job that completes the work.
+        script: The job file below `launch/slurm`.
+        words: Its arguments.
+        jobs: Number of jobs of the array.
+        options: Options of `sbatch` for the array, besides those in the job file.
+        last: Further arguments of the job that completes the work.
 
     Returns the ids of both. Options of the site come from the environment, such as SBATCH_ACCOUNT.
     """
@@ -80,13 +80,13 @@ def apply_job(
     """Apply a job of a kustomize directory to Kubernetes, with the resources that all jobs share.
 
     Args:
-        overlay: a directory like those in `launch/k8s/overlays`.
-        component: the component of the job in its labels.
-        jobs: number of pods.
-        values: variables of the pods' environment.
-        recipe: the text of a recipe, which the pods read from a config map.
-        output: a directory that the pods must share.
-        inputs: files and directories that the pods must share if the paths are absolute. Others are names,
+        overlay: A directory like those in `launch/k8s/overlays`.
+        component: The component of the job in its labels.
+        jobs: Number of pods.
+        values: Variables of the pods' environment.
+        recipe: The text of a recipe, which the pods read from a config map.
+        output: A directory that the pods must share.
+        inputs: Files and directories that the pods must share if the paths are absolute. Others are names,
             or relative to the checkout in the image.
 
     Returns lines for the user. Jobs cannot be changed, so those without a recipe are named by their values.

@@ -96,8 +96,8 @@ def read_template(
     """Return the chat_template for a saved tokenizer. Raises UserError.
 
     Args:
-        directory: the saved tokenizer.
-        name: the tokenizer as the recipe names it, for errors.
+        directory: The saved tokenizer.
+        name: The tokenizer as the recipe names it, for errors.
         built_in: data.template, a built-in template, or chat_template for the template of the tokenizer.
         variables: data.template_variables.
         reasoning: data.reasoning.
@@ -200,10 +200,10 @@ class Renderer:
         """Return the text of the template and, with `spans`, the spans that it marks. Raises RefusedError.
 
         Args:
-            messages: protected messages.
-            tools: protected schemas of tools.
-            prompt: whether the text asks for an answer at its end.
-            spans: whether to return the marked spans.
+            messages: Protected messages.
+            tools: Protected schemas of tools.
+            prompt: Whether the text asks for an answer at its end.
+            spans: Whether to return the marked spans.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -133,13 +133,13 @@ def packed_rows(
     """Yield the packed rows of the examples of one domain, `rows_at_once` at a time.
 
     Args:
-        ids: flat tokens, may be a memory map.
+        ids: Flat tokens, may be a memory map.
         starts: int64 [n], the beginning of each example in `ids`.
         lengths: int64 [n].
-        spans: of each example, SPAN [k], relative to its start.
+        spans: Of each example, SPAN [k], relative to its start.
         sources: uint64 [n].
-        block: most tokens of a row.
-        domain: number of the domain.
+        block: Most tokens of a row.
+        domain: Number of the domain.
     """
     bins = first_fit_decreasing(lengths, block)
     step = rows_at_once(block)

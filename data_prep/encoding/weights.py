@@ -28,10 +28,10 @@ class AnswerWeights(NamedTuple):
         turn, has the weight of the answer.
 
         Args:
-            length: characters of the answer.
-            start: where the content begins in the answer.
-            stop: where it ends there.
-            stripped: characters at the beginning of the content that the answer does not have.
+            length: Characters of the answer.
+            start: Where the content begins in the answer.
+            stop: Where it ends there.
+            stripped: Characters at the beginning of the content that the answer does not have.
         """
         weights = [self.weight] * (length + 1)
         if self.parts is not None:
@@ -63,10 +63,10 @@ def weighted_answer(
     """Return the supervised spans of an answer.
 
     Args:
-        begin: its first token.
-        stop: the token after its last one. Tokens without a start, such as EOS, follow its text.
-        starts: the first character of each token. A token has the weight of that character.
-        weights: as `AnswerWeights.by_character` returns them. None: 1.
+        begin: Its first token.
+        stop: The token after its last one. Tokens without a start, such as EOS, follow its text.
+        starts: The first character of each token. A token has the weight of that character.
+        weights: As `AnswerWeights.by_character` returns them. None: 1.
     """
     if weights is None or weights.count(weights[0]) == len(weights):
         weight = 1.0 if weights is None else weights[0]

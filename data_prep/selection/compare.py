@@ -111,8 +111,8 @@ def contract_children(
     The second value is True if a parent had a parent.
 
     Args:
-        parents: edges of the parents, uint64 [edges, 2].
-        children: edges to the parents.
+        parents: Edges of the parents, uint64 [edges, 2].
+        children: Edges to the parents.
     """
     edges = np.zeros((0, 2), np.uint64)
     for batch in parents:

@@ -189,10 +189,10 @@ class Scan:
         """Make parts until all exist or the scan has ended. Units of dead jobs are taken over.
 
         Args:
-            first: the unit that this job begins with, from 0 to 1, so that jobs do not read the same files.
-            workers: number of worker processes.
-            ended: returns whether another job has finished the plan.
-            say: prints a line for the user.
+            first: The unit that this job begins with, from 0 to 1, so that jobs do not read the same files.
+            workers: Number of worker processes.
+            ended: Returns whether another job has finished the plan.
+            say: Prints a line for the user.
         """
         total = sum(unit.size for unit in self.units)
         with (
@@ -442,12 +442,12 @@ def draw_copies(
     """Return the columns source, split and copies of rows.
 
     Args:
-        number: the number of the input.
+        number: The number of the input.
         hashes: uint64 [rows], content hashes.
         groups: uint64 [rows]. Rows with the same number are in the same split.
-        weight: the weight of the source.
-        split: the split of the input, without data.validation_fraction.
-        config: the data section of the recipe.
+        weight: The weight of the source.
+        split: The split of the input, without data.validation_fraction.
+        config: The data section of the recipe.
     """
     copies = np.full(len(hashes), int(weight), np.uint16)
     splits = np.full(len(hashes), split, np.uint16)

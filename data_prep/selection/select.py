@@ -82,9 +82,9 @@ class Selection:
         """Make all stages, together with other jobs. Return False if another job has finished the plan.
 
         Args:
-            first: the unit that this job begins with, from 0 to 1.
-            ended: returns whether another job has finished the plan.
-            say: prints a line for the user.
+            first: The unit that this job begins with, from 0 to 1.
+            ended: Returns whether another job has finished the plan.
+            say: Prints a line for the user.
         """
         rows = sum(sum(part.groups) for part in self.parts)
         if rows > MOST_ROWS or len(self.config.splits) > MOST_SPLITS:

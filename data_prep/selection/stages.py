@@ -73,9 +73,9 @@ class Stages:
         Raises EndedError if another job has finished the plan.
 
         Args:
-            name: the name of the stage.
-            chunks: returns the records that a unit writes.
-            buckets: the number of buckets of each file, as many as units by default.
+            name: The name of the stage.
+            chunks: Returns the records that a unit writes.
+            buckets: The number of buckets of each file, as many as units by default.
         """
         if self.ended():
             raise EndedError

@@ -51,10 +51,10 @@ class TokenLimit:
         """Make all stages, together with other jobs. Raises UserError if the limit takes nothing.
 
         Args:
-            config: the data section of the recipe.
-            plan: the plan without the limit.
-            workers: count tokens, see `encode.counting`.
-            selection: the selection of the rows of the plan.
+            config: The data section of the recipe.
+            plan: The plan without the limit.
+            workers: Count tokens, see `encode.counting`.
+            selection: The selection of the rows of the plan.
         """
         self.config = config
         self.plan = plan

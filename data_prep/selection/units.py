@@ -24,12 +24,12 @@ def complete_units(
     """Make units until all are done. Units of dead jobs are taken over.
 
     Args:
-        count: the number of units.
-        first: the unit to begin with, from 0 to 1, so that jobs do not make the same units.
-        directory: the directory of the leases.
-        done: returns whether a unit exists or is not needed any more.
-        make: makes a unit.
-        waiting: is called once if only units of other jobs are left, with their count and one of the jobs.
+        count: The number of units.
+        first: The unit to begin with, from 0 to 1, so that jobs do not make the same units.
+        directory: The directory of the leases.
+        done: Returns whether a unit exists or is not needed any more.
+        make: Makes a unit.
+        waiting: Is called once if only units of other jobs are left, with their count and one of the jobs.
     """
     start = int(first * count)
     left = [*range(start, count), *range(start)]

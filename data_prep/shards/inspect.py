@@ -39,11 +39,11 @@ def inspect(
     """Print the summary of a data set and some of its rows. Raises UserError for another directory.
 
     Args:
-        directory: a split of prepared data.
-        samples: number of rows that are drawn.
-        seed: of the draw.
-        console: where the text goes.
-        at: shard files and rows in them to print instead.
+        directory: A split of prepared data.
+        samples: Number of rows that are drawn.
+        seed: Of the draw.
+        console: Where the text goes.
+        at: Shard files and rows in them to print instead.
     """
     data = TokenDataset(directory)
     for table in _tables(directory, data):
@@ -89,10 +89,10 @@ def segment(
     """Return the text of a segment with supervised text marked.
 
     Args:
-        ids: int [tokens].
+        ids: Int [tokens].
         supervised: bool [tokens].
-        decode: returns the text of ids.
-        colours: whether the terminal has colours.
+        decode: Returns the text of ids.
+        colours: Whether the terminal has colours.
     """
     text = Text()
     before = ""

@@ -131,10 +131,10 @@ class ShardCheck:
         """Record the tokens of a part, and its rows that will be compared.
 
         Args:
-            domain: the number of the part's domain.
-            ids: the tokens of the part.
+            domain: The number of the part's domain.
+            ids: The tokens of the part.
             lengths: int64 [sequences].
-            rows: the rows to compare.
+            rows: The rows to compare.
         """
         for number, row in rows:
             if isinstance(row, str | TokenIds):

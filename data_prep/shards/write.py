@@ -109,10 +109,10 @@ class ShardWriter:
         """Write the waiting rows and the end of the stream. Return the note of the shard.
 
         Args:
-            path: the later name of the shard.
-            documents: the number of documents of each domain.
-            counts: losses by reason.
-            ends: the tokens that end supervised answers.
+            path: The later name of the shard.
+            documents: The number of documents of each domain.
+            counts: Losses by reason.
+            ends: The tokens that end supervised answers.
         """
         self._write(1)
         self._stream.close()
@@ -161,13 +161,13 @@ def write_shard(
     The shard and its note get their final names only if `check` finds the sampled rows in the shard.
 
     Args:
-        directory: the directory of the split.
-        index: the number of the shard.
-        config: the data section of the recipe.
-        dtype: type of the tokens.
-        encoded: the sequences, each of one domain.
-        check: compares sampled rows.
-        quota: most tokens of a text shard, in complete blocks.
+        directory: The directory of the split.
+        index: The number of the shard.
+        config: The data section of the recipe.
+        dtype: Type of the tokens.
+        encoded: The sequences, each of one domain.
+        check: Compares sampled rows.
+        quota: Most tokens of a text shard, in complete blocks.
     """
     name = shard_name(index, config.shards)
     domains = config.domains_of(directory.name)
@@ -300,10 +300,10 @@ def make_manifest(config: DataConfig, summary: Summary, split: str, infos: list[
     """Return the manifest of a split whose shards are complete. Raises UserError if they have no rows.
 
     Args:
-        config: the data section of the recipe.
-        summary: the summary of the plan.
-        split: the name of the split.
-        infos: the notes of all shards.
+        config: The data section of the recipe.
+        summary: The summary of the plan.
+        split: The name of the split.
+        infos: The notes of all shards.
     """
     made_with = settings(config)
     facts = TokenizerFacts(**summary["tokenizer"])

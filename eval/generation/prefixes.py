@@ -69,7 +69,7 @@ def from_corpus(name: str, data: str, split: str = "test", limit: int | None = N
     Args:
         name: A key of CORPORA.
         data: A directory with [*/]FOLDER/SPLIT.{jsonl,txt}[.zst], or `hub`.
-        split: train, validation or test.
+        split: Train, validation or test.
         limit: Number of evenly spaced prefixes, or None for all.
     """
     if name not in CORPORA:

@@ -72,7 +72,7 @@ def evaluate_harness_task(name: str, title: str, loaded: Any, job: Job) -> TaskR
     Args:
         name: Of the results.
         title: Of the task in reports.
-        loaded: lm-eval's tasks and groups.
+        loaded: Lm-eval's tasks and groups.
         job: The model and its settings.
     """
     if not isinstance(job.model, EvaluatedModel):

@@ -68,7 +68,7 @@ def bounded_mean(
     values underestimate it.
 
     Args:
-        values: n > 0 values from `low` to `high`.
+        values: N > 0 values from `low` to `high`.
         clusters: The cluster of each value [n]. Values of a cluster may depend on each other.
         low: Smallest possible value.
         high: Largest possible value.

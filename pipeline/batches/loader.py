@@ -95,9 +95,9 @@ class Batches:
         They include any weights of the labels and any stored scores.
 
         Args:
-            rows: numbers of the rows, int64 [n].
-            real: mask of the rows that are supervised, bool [n]. None: all.
-            with_domains: whether to add the domain of each row.
+            rows: Numbers of the rows, int64 [n].
+            real: Mask of the rows that are supervised, bool [n]. None: all.
+            with_domains: Whether to add the domain of each row.
         """
         pin = self.device.type == "cuda"
         for start in range(0, len(rows), self.micro):

@@ -121,15 +121,15 @@ def generate_texts(
     """Return the tokens that a model writes after each prompt, up to an end token, which is kept.
 
     Args:
-        run: forward pass of a causal LM.
-        prompts: token ids of each prompt.
-        uniforms: random numbers, float64 [n, tokens]. A text has at most `tokens` tokens.
-        ends: tokens that end each text, int64 [n, e].
-        temperature: of sampling.
-        block: largest number of tokens of a prompt and its text.
-        should_stop: returns whether to stop, given whether all texts here have ended. Under ZeRO-3 all ranks
+        run: Forward pass of a causal LM.
+        prompts: Token ids of each prompt.
+        uniforms: Random numbers, float64 [n, tokens]. A text has at most `tokens` tokens.
+        ends: Tokens that end each text, int64 [n, e].
+        temperature: Of sampling.
+        block: Largest number of tokens of a prompt and its text.
+        should_stop: Returns whether to stop, given whether all texts here have ended. Under ZeRO-3 all ranks
             continue together.
-        options: further arguments of `run`.
+        options: Further arguments of `run`.
     """
     inputs, mask = _pad_left(prompts, uniforms.device)
     positions = (mask.cumsum(1) - 1).clamp_(min=0)

@@ -101,11 +101,11 @@ def mixture_flow(
     """Return the amounts that are due under a mixture. Epochs count from the beginning of the run.
 
     Args:
-        mixture: the mixture.
-        domains: sizes of the domains.
-        batch: rows of a step.
-        start: step from which the mixture is used, and at which its ramps begin.
-        done: amount of each domain before that step.
+        mixture: The mixture.
+        domains: Sizes of the domains.
+        batch: Rows of a step.
+        start: Step from which the mixture is used, and at which its ramps begin.
+        done: Amount of each domain before that step.
     """
     ramps = domain_shares(mixture, domains)
     limits = [mixture.max_epochs.get(domain.name, math.inf) * domain.amount for domain in domains]
@@ -260,12 +260,12 @@ class MixedOrder:
         """Create the order of a run. Raises UserError for a mixture that does not fit the domains.
 
         Args:
-            domain: domain of each row, as an index into `names`, [rows].
-            tokens: supervised tokens of each row, [rows].
-            names: names of the domains.
-            batch: rows of a step.
-            seed: seed of the permutations.
-            history: the mixtures of the run, the first from step 0.
+            domain: Domain of each row, as an index into `names`, [rows].
+            tokens: Supervised tokens of each row, [rows].
+            names: Names of the domains.
+            batch: Rows of a step.
+            seed: Seed of the permutations.
+            history: The mixtures of the run, the first from step 0.
         """
         rows = [np.flatnonzero(domain == index) for index in range(len(names))]
         self._indices = [index for index, domain_rows in enumerate(rows) if len(domain_rows)]

@@ -42,9 +42,9 @@ def check_branch(config: RunConfig, identity: Identity, rows: int) -> None:
     """Compare a new run with the trunk that its recipe names, and keep the trunk's configuration.
 
     Args:
-        config: the recipe.
-        identity: what this run has read.
-        rows: number of training rows.
+        config: The recipe.
+        identity: What this run has read.
+        rows: Number of training rows.
 
     Raises:
         UserError: the trunk is another kind of run, or its learning rate is not at its peak.

@@ -46,11 +46,11 @@ def compare_keys(
     Fields marked `free` may change. The mixture may change if `train.mixture_from` is set.
 
     Args:
-        where: the run directory or its copy.
-        recorded: the content of config.yaml.
-        newest: step of the newest checkpoint.
-        config: the recipe.
-        others: more keys that may change.
+        where: The run directory or its copy.
+        recorded: The content of config.yaml.
+        newest: Step of the newest checkpoint.
+        config: The recipe.
+        others: More keys that may change.
     """
     train = config.train
     mistakes: list[UserError] = []

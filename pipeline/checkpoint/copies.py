@@ -182,11 +182,11 @@ def copy_checkpoint(
     Files that an interrupted copy of the same part has finished are not copied again.
 
     Args:
-        directory: the checkpoint.
-        store: receives the copy.
-        on_piece: called after every piece of a file.
-        part: number of the part, from 0.
-        parts: number of parts.
+        directory: The checkpoint.
+        store: Receives the copy.
+        on_piece: Called after every piece of a file.
+        part: Number of the part, from 0.
+        parts: Number of parts.
 
     Raises OSError for a file whose content is not the one that COMPLETE lists.
     """

@@ -80,14 +80,14 @@ def identify(
     """Return the identity of a run, without its cost embedding and teacher.
 
     Args:
-        parts: the objectives.
-        config: the recipe.
-        batch: rows of a step.
-        ds_config: the resolved DeepSpeed configuration.
-        model: its configuration, and the module with adapters. None if training may use another model.
-        data: the training rows. None if they are not prepared.
-        validation: the validation sets.
-        scores: the stored scores of each data set. Empty if they were not read.
+        parts: The objectives.
+        config: The recipe.
+        batch: Rows of a step.
+        ds_config: The resolved DeepSpeed configuration.
+        model: Its configuration, and the module with adapters. None if training may use another model.
+        data: The training rows. None if they are not prepared.
+        validation: The validation sets.
+        scores: The stored scores of each data set. Empty if they were not read.
     """
     shared_mean: Any = None
     if any(part.normalised for part in parts) and batch.accumulation > 1:
@@ -171,11 +171,11 @@ def check_config_file(
     """Raise UserError if a config.yaml was written by another run.
 
     Args:
-        where: the run directory or its copy.
-        file: the config.yaml.
-        newest: step of the newest checkpoint.
-        config: the recipe.
-        identity: what this run has read.
+        where: The run directory or its copy.
+        file: The config.yaml.
+        newest: Step of the newest checkpoint.
+        config: The recipe.
+        identity: What this run has read.
     """
     recorded = dict(read_written(file))
     compare_keys(where, recorded, newest, config)

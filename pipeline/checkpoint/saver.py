@@ -152,11 +152,11 @@ class Saver:
         """Start to write a checkpoint, when the previous one is complete. All ranks must call.
 
         Args:
-            step: optimizer steps so far.
-            tokens: supervised tokens so far.
-            progress: state of each component by name.
-            best: the best checkpoint so far, perhaps this one. It is kept.
-            waiting: steps of checkpoints that are kept because they wait for a score.
+            step: Optimizer steps so far.
+            tokens: Supervised tokens so far.
+            progress: State of each component by name.
+            best: The best checkpoint so far, perhaps this one. It is kept.
+            waiting: Steps of checkpoints that are kept because they wait for a score.
         """
         self.finish()
         self._best = best

@@ -41,10 +41,10 @@ class WeightAverage:
         """Start from the weights before training, which the teacher must have, too.
 
         Args:
-            model: the model inside the engine.
-            copies: the teacher's parameters, by the name of the model's parameter.
-            decay: share of the average that each step keeps.
-            world: this process among the ranks.
+            model: The model inside the engine.
+            copies: The teacher's parameters, by the name of the model's parameter.
+            decay: Share of the average that each step keeps.
+            world: This process among the ranks.
 
         Raises UserError, on all ranks, if the teacher's weights differ from those of the model.
         """

@@ -384,10 +384,10 @@ def parameter_groups(
     """Return the optimizer's groups. Biases and norm gains (fewer than two dimensions) do not decay.
 
     Args:
-        model: a causal LM, partitioned under ZeRO-3.
-        weight_decay: decay of matrices.
-        use_muon: put the matrices that Muon trains in a group before the others.
-        grouping: unless a ratio is 1, its parameters are in separate groups with this `ratio`. Embeddings and
+        model: A causal LM, partitioned under ZeRO-3.
+        weight_decay: Decay of matrices.
+        use_muon: Put the matrices that Muon trains in a group before the others.
+        grouping: Unless a ratio is 1, its parameters are in separate groups with this `ratio`. Embeddings and
             head that are apart are in groups before the others, with `embedding` true.
 
     Raises UserError for a model that Muon cannot train.
@@ -460,7 +460,7 @@ def build_muon(groups: list[ParameterGroup], params: DsConfig) -> torch.optim.Op
     DeepSpeed itself would sort parameters by name, and so train the embeddings of GPT-2 and MPT with Muon.
 
     Args:
-        groups: from `parameter_groups`.
+        groups: From `parameter_groups`.
         params: `params` in the section `optimizer` of the DeepSpeed configuration.
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam

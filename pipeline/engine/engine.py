@@ -64,12 +64,12 @@ class Engine:
         """Initialise DeepSpeed; all ranks must call.
 
         Args:
-            model: a fused causal LM. Under ZeRO-3 it was built partitioned.
-            ds_config: the resolved DeepSpeed configuration.
-            world: this process among the ranks.
-            compiled: compile the model (ZeRO-1, 2) or each of its layers (ZeRO-3).
-            grouping: parts of the model that the optimizer treats differently.
-            only_steps: number of steps in which only embeddings that are apart train, or None for all.
+            model: A fused causal LM. Under ZeRO-3 it was built partitioned.
+            ds_config: The resolved DeepSpeed configuration.
+            world: This process among the ranks.
+            compiled: Compile the model (ZeRO-1, 2) or each of its layers (ZeRO-3).
+            grouping: Parts of the model that the optimizer treats differently.
+            only_steps: Number of steps in which only embeddings that are apart train, or None for all.
 
         Raises UserError for a model without layers that ZeRO-3 could compile.
         """
@@ -127,12 +127,12 @@ class Engine:
         """Take one optimizer step; all ranks must call.
 
         Args:
-            micro_batches: this rank's part of the global batch.
-            valid: supervised tokens of the global batch, or the sum of their weights.
-            lr: learning rate of groups without a ratio.
-            seed: seed of dropout. Each rank derives its own, so that a resumed run needs no generator state.
-            stop: whether this rank got a stop request.
-            domains: the part of each domain in `valid`, to sum losses by domain. Micro-batches then hold the
+            micro_batches: This rank's part of the global batch.
+            valid: Supervised tokens of the global batch, or the sum of their weights.
+            lr: Learning rate of groups without a ratio.
+            seed: Seed of dropout. Each rank derives its own, so that a resumed run needs no generator state.
+            stop: Whether this rank got a stop request.
+            domains: The part of each domain in `valid`, to sum losses by domain. Micro-batches then hold the
                 domain of each row, and the head reports losses by token.
         """
         for i, (group, rate) in enumerate(zip(self.ds.optimizer.param_groups, self.rates, strict=True)):

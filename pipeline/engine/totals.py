@@ -57,10 +57,10 @@ class TotalsVector:
         """Start at zero.
 
         Args:
-            device: device of the losses.
-            domains: weight of the supervised tokens of each domain in the global batch. Empty: do not
+            device: Device of the losses.
+            domains: Weight of the supervised tokens of each domain in the global batch. Empty: do not
                 separate domains.
-            ranks: number of ranks that report their own time, 0 for none.
+            ranks: Number of ranks that report their own time, 0 for none.
         """
         self.domains = domains
         self._losses = SCALARS + BINS + 1  # index of the first domain's loss

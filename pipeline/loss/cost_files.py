@@ -28,12 +28,12 @@ def load_cost(
     """Load the cost embedding [V, H] of a pre-trained model without loading the model.
 
     Args:
-        source: a model directory or Hub id, of which only the output head is read (the input embedding if
+        source: A model directory or Hub id, of which only the output head is read (the input embedding if
             the two are tied), or a .safetensors / .pt file with one matrix [V, H].
         vocab_size: V.
-        dtype: dtype of the normalised rows.
-        cache_mb: memory for cost rows of frequent targets (`CostEmbedding`).
-        revision: revision of a Hub model.
+        dtype: Dtype of the normalised rows.
+        cache_mb: Memory for cost rows of frequent targets (`CostEmbedding`).
+        revision: Revision of a Hub model.
 
     Raises:
         UserError: `source` is missing, damaged or ambiguous, or has another vocabulary.

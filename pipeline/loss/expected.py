@@ -53,10 +53,10 @@ def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Cos
     """Return the expected gradient g [..., V] with respect to the logits z.
 
     Args:
-        q: the model's probabilities [..., V].
-        truth: the distribution of the targets [..., V].
-        objective: any objective without a teacher.
-        costs: transport costs between the V tokens. Smoothed targets need all V V of them.
+        q: The model's probabilities [..., V].
+        truth: The distribution of the targets [..., V].
+        objective: Any objective without a teacher.
+        costs: Transport costs between the V tokens. Smoothed targets need all V V of them.
     """
     if objective.smoothing is not None:
         between = costs.apply(torch.eye(q.shape[-1], dtype=q.dtype, device=q.device))
@@ -101,10 +101,10 @@ def settle(
     residual stays above the tolerance, and q is the last iterate.
 
     Args:
-        truth: distributions of the targets [..., n, V], where the search starts; entries are at least 1e-30.
-        gradient: returns the expected gradient at q.
-        steps: largest number of iterations.
-        tolerance: residual at which the search ends.
+        truth: Distributions of the targets [..., n, V], where the search starts; entries are at least 1e-30.
+        gradient: Returns the expected gradient at q.
+        steps: Largest number of iterations.
+        tolerance: Residual at which the search ends.
     """
     truth = truth.clamp_min(1e-30)
     z = truth.log()

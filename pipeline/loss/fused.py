@@ -314,10 +314,10 @@ def fused_linear_loss(
         weight: [V, H], of the same dtype.
         labels: [...], int64: labels[i] is the token that hidden[i] predicts (no shift); -100 leaves a token
             out. A plan made in advance (`plan_tokens`) avoids waiting for the device.
-        objective: from `get_objective` or `weighted_sum`.
-        cost: transport costs of V tokens, for objectives that read D; `LIVE` takes those of `weight`.
+        objective: From `get_objective` or `weighted_sum`.
+        cost: Transport costs of V tokens, for objectives that read D; `LIVE` takes those of `weight`.
         bias: [V], added to the logits.
-        teacher: for divergences, at the same positions: hidden states and a head (Teacher), or stored
+        teacher: For divergences, at the same positions: hidden states and a head (Teacher), or stored
             log-probabilities (TopK), which work without transport costs only.
         stored: [...], a log-probability of every label in nats, for `psft` and `excess`.
         weights: [...], the weight of every label, 0 or more. A token of weight w counts as w tokens in all

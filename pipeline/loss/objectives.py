@@ -102,10 +102,10 @@ def traits(
     """Return a decorator that declares properties of an objective that its function cannot express.
 
     Args:
-        logit_scale: maps the options to the scale of softmax(scale z) from which the scalars are computed.
-        normalised: divide the weights by their mean over the batch.
-        warning: warning to issue when the objective is chosen.
-        smoothing: maps the options to the smoothing of the targets.
+        logit_scale: Maps the options to the scale of softmax(scale z) from which the scalars are computed.
+        normalised: Divide the weights by their mean over the batch.
+        warning: Warning to issue when the objective is chosen.
+        smoothing: Maps the options to the smoothing of the targets.
     """
 
     def attach(function: ObjectiveFunction) -> ObjectiveFunction:

@@ -81,9 +81,9 @@ def merge_tensors(tensors: Sequence[Tensor], base: Tensor | None, merge: Merge) 
     """Return the merged tensor in float32.
 
     Args:
-        tensors: the tensor of each model.
-        base: the tensor of the base model, for task_arithmetic and ties.
-        merge: how to merge.
+        tensors: The tensor of each model.
+        base: The tensor of the base model, for task_arithmetic and ties.
+        merge: How to merge.
     """
     values = [tensor.float() for tensor in tensors]
     if merge.method == "slerp":

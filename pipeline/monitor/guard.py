@@ -49,10 +49,10 @@ class Guard(Component):
         """Create the guard of one rank.
 
         Args:
-            run_dir: the run directory.
+            run_dir: The run directory.
             config: thresholds.
-            writes: whether this rank writes bad_batches.jsonl.
-            provenance: returns the origin of rows, by their numbers.
+            writes: Whether this rank writes bad_batches.jsonl.
+            provenance: Returns the origin of rows, by their numbers.
         """
         self.path = run_dir / BAD_BATCHES
         self.config = config

@@ -63,12 +63,12 @@ class Launch:
         """Log what is about to be trained, and record the launch.
 
         Args:
-            config: the recipe.
-            run: the resolved recipe.
-            predicted: duration, MFU and memory of a step, or None for unknown hardware.
-            step: steps that earlier launches have taken.
-            tokens: supervised tokens of these steps.
-            hosts: number of hosts.
+            config: The recipe.
+            run: The resolved recipe.
+            predicted: Duration, MFU and memory of a step, or None for unknown hardware.
+            step: Steps that earlier launches have taken.
+            tokens: Supervised tokens of these steps.
+            hosts: Number of hosts.
         """
         self._step = step
         if not self._main:

@@ -135,12 +135,12 @@ class Metrics(Component):
         """Open the files and loggers of the run.
 
         Args:
-            config: the configuration of the run.
-            start: where this launch begins.
-            active: whether this is rank 0.
-            facts: facts about the run.
-            console: shows progress and records.
-            clock: returns the time in seconds.
+            config: The configuration of the run.
+            start: Where this launch begins.
+            active: Whether this is rank 0.
+            facts: Facts about the run.
+            console: Shows progress and records.
+            clock: Returns the time in seconds.
         """
         self.active = active
         self._clock = clock

@@ -204,13 +204,13 @@ def _resolve_model(
     """Return the recipe with its model.
 
     Args:
-        config: the configuration of the run.
-        batch: rows of a step.
-        ds_config: the resolved DeepSpeed configuration.
-        objective: the objective.
-        sets: the data sets that the model must be able to read.
-        local: whether the model must be available.
-        here: whether this host must have the attention of the recipe.
+        config: The configuration of the run.
+        batch: Rows of a step.
+        ds_config: The resolved DeepSpeed configuration.
+        objective: The objective.
+        sets: The data sets that the model must be able to read.
+        local: Whether the model must be available.
+        here: Whether this host must have the attention of the recipe.
     """
     hf_config = model_config(config.model, online=local)
     check_context(hf_config, config.data.sequence_len)

@@ -124,10 +124,10 @@ def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[st
     """Return the test rows of each task that share grams with the training text, and the shared part.
 
     Args:
-        grams: the grams of all tasks.
-        hits: grams found in any training row.
-        documents: training rows with at least one gram.
-        n: words in a gram.
+        grams: The grams of all tasks.
+        hits: Grams found in any training row.
+        documents: Training rows with at least one gram.
+        n: Words in a gram.
     """
     hit_grams = np.isin(np.arange(len(grams.hashes)), list(hits))
     total = np.bincount(grams.pairs[:, 1], minlength=len(grams.text))

@@ -309,13 +309,13 @@ def write_divergences(
 
     Args:
         G: [n, V] for the gradient of the weighted ones. It may be `logits` for one divergence without `adds`.
-        logits: the student's [n, V], overwritten.
-        chunk: the tokens.
-        teacher: its rows, overwritten.
-        cost: transport costs.
-        terms: the parts of the loss.
-        gradient: whether to compute the gradient.
-        adds: add the gradient to G instead of overwriting it.
+        logits: The student's [n, V], overwritten.
+        chunk: The tokens.
+        teacher: Its rows, overwritten.
+        cost: Transport costs.
+        terms: The parts of the loss.
+        gradient: Whether to compute the gradient.
+        adds: Add the gradient to G instead of overwriting it.
     """
     objective, keep = terms.objective, 1 - terms.label_smoothing
     teaching: _LiveTeaching | _StoredTeaching

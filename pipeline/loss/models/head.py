@@ -159,10 +159,10 @@ class FusedHead(nn.Linear):
         Args:
             hidden: [..., H].
             labels: [...], or their plan.
-            teacher: for divergences. A Teacher without a weight uses this head.
+            teacher: For divergences. A Teacher without a weight uses this head.
             stored: [...], a log-probability of every label.
-            as_teacher: return `hidden` and the gathered head as a Teacher instead.
-            base: the model before training. The losses by token then include the divergence from it.
+            as_teacher: Return `hidden` and the gathered head as a Teacher instead.
+            base: The model before training. The losses by token then include the divergence from it.
             weights: [...], the weight of every label. None: 1.
         """
         if as_teacher:
@@ -203,10 +203,10 @@ def fuse_head(
     Linear.
 
     Args:
-        head: the output head.
-        objective: from `get_objective` or `weighted_sum`.
-        cost: transport costs, for objectives that need them.
-        options: as in `fused_linear_loss`.
+        head: The output head.
+        objective: From `get_objective` or `weighted_sum`.
+        cost: Transport costs, for objectives that need them.
+        options: As in `fused_linear_loss`.
     """
     original = type(head)
     if not isinstance(head, FusedHead):
@@ -280,7 +280,7 @@ class FusedCausalLM:
 
         Args:
             labels: [b, L], or their plan.
-            inputs: the arguments of the model's ordinary forward. `position_ids` [b, L] that restart mark
+            inputs: The arguments of the model's ordinary forward. `position_ids` [b, L] that restart mark
                 documents, which do not see each other; a padding mask is then ignored. The `segments` of the
                 positions may be added as cu_seq_lens_q and max_length_q, which saves their computation.
             stored: [b, L], a log-probability of every label.
@@ -357,11 +357,11 @@ def fuse_model(
     changes the loss.
 
     Args:
-        model: the causal LM.
-        objective: from `get_objective` or `weighted_sum`.
-        cost: transport costs, for objectives that need them.
-        forward: a subclass of FusedCausalLM with other arguments or results.
-        options: as in `fused_linear_loss`; logit scale and soft cap default to those of the configuration.
+        model: The causal LM.
+        objective: From `get_objective` or `weighted_sum`.
+        cost: Transport costs, for objectives that need them.
+        forward: A subclass of FusedCausalLM with other arguments or results.
+        options: As in `fused_linear_loss`; logit scale and soft cap default to those of the configuration.
 
     Raises:
         UserError: the model has no Linear head separate from its body, or its forward was replaced.

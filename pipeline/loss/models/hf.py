@@ -74,10 +74,10 @@ def loss_function(
     The loss, in nats, is the sum over predicted tokens divided by `num_items_in_batch`, or by their number.
 
     Args:
-        objective: a name, or an Objective without schedule and teacher.
-        cost: transport costs, for objectives that need them.
-        params: options of an objective given by name.
-        options: label_smoothing, z_loss, kernels.
+        objective: A name, or an Objective without schedule and teacher.
+        cost: Transport costs, for objectives that need them.
+        params: Options of an objective given by name.
+        options: Label_smoothing, z_loss, kernels.
     """
     resolved = _resolve_for_logits(objective, params)
 
@@ -183,13 +183,13 @@ def fuse_causal_lm(
     `emo.pipeline.loss.probe_model(model, engine, collective=True)` when you have created it.
 
     Args:
-        model: a causal LM, or PEFT's wrapper of one. Its logits are compared with the fused head's at once.
-        objective: a name, or an Objective.
-        cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
-        params: options of an objective given by name.
-        teacher: for divergences, a frozen causal LM of the same tokens on the same device, with a head no
+        model: A causal LM, or PEFT's wrapper of one. Its logits are compared with the fused head's at once.
+        objective: A name, or an Objective.
+        cost: A CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
+        params: Options of an objective given by name.
+        teacher: For divergences, a frozen causal LM of the same tokens on the same device, with a head no
             smaller than the model's; or `base`, for PEFT's wrapper: the model without its adapters.
-        options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`. Logit scale and soft
+        options: Z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`. Logit scale and soft
             cap come from the model's configuration.
     """
     base = _fuse(model, _resolve_objective(objective, params).require_fixed(), cost, teacher, options)

@@ -154,11 +154,11 @@ def probe_model(
     """Check a fused model, and set and return its `packing`: `positions`, `mask` or `refused`.
 
     Args:
-        model: the fused model.
-        forward: the callable of training (an engine, a wrapped model), by default the model.
-        packed: rows contain several documents, so `refused` is an error.
-        collective: all ranks call together and agree.
-        device: where the rows go, by default the head's device.
+        model: The fused model.
+        forward: The callable of training (an engine, a wrapped model), by default the model.
+        packed: Rows contain several documents, so `refused` is an error.
+        collective: All ranks call together and agree.
+        device: Where the rows go, by default the head's device.
 
     Raises:
         UserError: the fused head does not reproduce the model's logits, values are not finite, the model is

@@ -40,16 +40,16 @@ def varlen_attention(
     """Return causal attention within documents, [b, L, H, D], for the arguments that transformers passes.
 
     Args:
-        module: the attention layer.
+        module: The attention layer.
         query: [b, H, L, D].
         key: [b, H', L, D], where H is a multiple of H'.
         value: [b, H', L, D'].
-        attention_mask: for SDPA, which computes calls without bounds.
-        dropout: must be 0.
-        scaling: factor on the scores; by default D^-0.5.
-        sliding_window: number of tokens that a token sees, itself included.
-        cu_seq_lens_q: bounds of the documents (`head.segments`).
-        max_length_q: length of the longest document.
+        attention_mask: For SDPA, which computes calls without bounds.
+        dropout: Must be 0.
+        scaling: Factor on the scores; by default D^-0.5.
+        sliding_window: Number of tokens that a token sees, itself included.
+        cu_seq_lens_q: Bounds of the documents (`head.segments`).
+        max_length_q: Length of the longest document.
 
     Raises:
         ValueError: an argument that the kernel does not support.

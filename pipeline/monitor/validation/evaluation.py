@@ -25,11 +25,11 @@ def measure_set(
     All ranks must call. They read equally many micro-batches, so the rows of the ranks follow one another.
 
     Args:
-        engine: the engine of the model.
-        losses: the objective, and the costs for DEMD.
-        validation: the rows of the set.
-        max_rows: largest number of rows to measure.
-        base: provides the model before training. None: do not measure the divergence from it.
+        engine: The engine of the model.
+        losses: The objective, and the costs for DEMD.
+        validation: The rows of the set.
+        max_rows: Largest number of rows to measure.
+        base: Provides the model before training. None: do not measure the divergence from it.
     """
     world = engine.world
     data = validation.data

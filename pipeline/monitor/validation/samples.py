@@ -33,11 +33,11 @@ class Samples(Component):
         """Drop the texts of later steps, which will come again.
 
         Args:
-            config: the configuration of the run.
-            engine: the engine of the model that writes.
-            launch: shows the first text.
-            prompts: token ids of train.sample_prompts.
-            start: where this launch begins.
+            config: The configuration of the run.
+            engine: The engine of the model that writes.
+            launch: Shows the first text.
+            prompts: Token ids of train.sample_prompts.
+            start: Where this launch begins.
         """
         self.prompts = config.train.sample_prompts
         self._ids = prompts
