@@ -89,7 +89,7 @@ def segment(
     """Return the text of a segment with supervised text marked.
 
     Args:
-        ids: Int [tokens].
+        ids: int [tokens].
         supervised: bool [tokens].
         decode: Returns the text of ids.
         colours: Whether the terminal has colours.
