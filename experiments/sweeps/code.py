@@ -8,6 +8,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from modulefinder import ModuleFinder
 from pathlib import Path
+from typing import Any
 
 import emo
 from emo.common.io.files import sha256
@@ -27,7 +28,7 @@ def code_digest(module: str) -> str:
 def find_sources(module: str) -> dict[str, Path]:
     """Return the files of `module` and its imports from this project, by path below the project's root."""
     root = Path(emo.__file__).parents[1]
-    finder = ModuleFinder(path=[str(root)])
+    finder = _Finder(path=[str(root)])
     with suppress(ImportError):  # an unknown module has no files
         finder.import_hook(module)
     return {path.relative_to(root).as_posix(): path for path in _files(finder)}
@@ -43,7 +44,7 @@ def find_plugin_sources(objective: str) -> list[Path]:
     if module.endswith(".py"):
         if not Path(module).is_file():
             return []
-        finder = ModuleFinder(path=[str(Path(module).parent)])
+        finder = _Finder(path=[str(Path(module).parent)])
         finder.run_script(module)
         return _files(finder)
     try:
@@ -53,7 +54,7 @@ def find_plugin_sources(objective: str) -> list[Path]:
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return []
     depth = module.count(".") + (spec.submodule_search_locations is not None)
-    finder = ModuleFinder(path=[str(Path(spec.origin).parents[depth])])
+    finder = _Finder(path=[str(Path(spec.origin).parents[depth])])
     finder.import_hook(module)
     return _files(finder)
 
@@ -61,3 +62,13 @@ def find_plugin_sources(objective: str) -> list[Path]:
 def _files(finder: ModuleFinder) -> list[Path]:
     files = (getattr(module, "__file__", None) for module in finder.modules.values())
     return sorted({Path(file) for file in files if file})
+
+
+class _Finder(ModuleFinder):
+    """Finds imported modules. A folder without files of Python, such as wandb/, is not a module."""
+
+    def find_module(self, name: str, *args: Any) -> Any:
+        try:
+            return super().find_module(name, *args)
+        except AttributeError:  # modulefinder asks for the loader of a folder, which has none
+            raise ImportError(name) from None

@@ -23,7 +23,7 @@ import emo.experiments.sweeps.code
 from emo.common.errors import ExitCode
 from emo.experiments.cli import main
 from emo.experiments.sweeps import report
-from emo.experiments.sweeps.code import code_digest, find_sources
+from emo.experiments.sweeps.code import code_digest, find_plugin_sources, find_sources
 from emo.experiments.sweeps.design import RunSpec
 from emo.experiments.sweeps.report import gather_results
 from emo.experiments.sweeps.stages import Stage, command_origin
@@ -339,6 +339,15 @@ def test_sources_are_all_imports_of_a_module() -> None:
     assert files.isdisjoint({"emo/experiments/sweeps/sweep.py", "emo/experiments/known_truth/oracle.py"})
     # A function imports this file.
     assert "emo/experiments/sweeps/report.py" in find_sources("emo.experiments.cli")
+
+
+def test_a_folder_with_the_name_of_an_import_is_no_source(tmp_path: Path) -> None:
+    """Weights & Biases makes a folder wandb/ where it is used."""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "mine.py").write_text("import wandb, other\n")
+    (tmp_path / "other.py").touch()
+    files = [path.name for path in find_plugin_sources(f"{tmp_path}/mine.py:loss")]
+    assert files == ["mine.py", "other.py"]
 
 
 # --- workers ------------------------------------------------------------------------------------------------
