@@ -164,13 +164,20 @@ def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = Tru
         if isinstance(error, BrokenPipeError) and _is_unread():
             return ExitCode.UNREAD
         transient = may_pass(error) is not False
-        about = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
-        print(f"error: {one_line(about)}" + f"; {AGAIN}" * transient + " [system]", file=sys.stderr)
+        print(f"error: {_describe(error)}" + f"; {AGAIN}" * transient + " [system]", file=sys.stderr)
         return ExitCode.FAILURE if transient else ExitCode.MISTAKE
     except KeyboardInterrupt:
         if alone:
             print(f"interrupted; {AGAIN}", file=sys.stderr)
         return ExitCode.INTERRUPTED
+
+
+def _describe(error: OSError) -> str:
+    """Return the paths of an error and what is wrong with them, as one line without the number."""
+    files = [
+        file for file in (error.filename, error.filename2) if isinstance(file, str | bytes | os.PathLike)
+    ]
+    return one_line(": ".join([*map(os.fsdecode, files), error.strerror]) if error.strerror else error)
 
 
 def _open_streams() -> None:

@@ -113,16 +113,20 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
     for place in (np.arange(PLACES) + 0.5) * total / PLACES:
         number = int(np.searchsorted(ends, place, side="right"))
         begin = int(place - ends[number]) + inputs[number].size if inputs[number].cuttable else 0
-        places.add((number, begin))
+        places |= {(number, 0), (number, begin)}
     pieces = []
     read = dict.fromkeys(range(len(inputs)), 0)  # end of the sample of each input so far
     for number, begin in sorted(places) if total else ():
         if begin < read[number]:
             continue
         reader = inputs[number]
-        found = list(islice(reader.pieces(begin), PIECES))
+        following = reader.pieces(begin)
+        found = list(islice(following, PIECES))
+        if not found:
+            continue
         # Compressed files are read ahead, so the stored bytes are divided by the lengths of the pieces.
         read[number] = reader.position() or reader.size
+        del following  # closes the file, and its position is then the end
         stored = read[number] - begin
         length = sum(piece.extent.length for piece in found)
         pieces += [(number, piece, stored * piece.extent.length / length) for piece in found]
@@ -130,7 +134,7 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
         raise UserError(
             "no source of the recipe has a known size and rows, so its costs are unknown", code="forecast"
         )
-    return pieces
+    return pieces if len(pieces) > PLACES else pieces * 2  # `_measure` counts the second half
 
 
 def _measure(job: Preparation, inputs: list[SourceReader], pieces: list[tuple[int, Piece, float]]) -> Sample:

@@ -261,25 +261,43 @@ def _is_part(args: argparse.Namespace) -> bool:
 
 def _check_inputs(tasks: Sequence[Task | ForeignTask], settings: Settings) -> None:
     """Raise UserError if a part could not read its rows or its sentence model."""
-    from .icl.task_data import load_data
+    from .icl.lengths import LengthTask
+    from .icl.task_data import load_data, require_hub
     from .models.encoder import encoder_path
 
-    own = [task for task in tasks if isinstance(task, Task)]
-    if own and settings.sentence_model is not None:
+    if settings.sentence_model is not None and any(isinstance(task, Task) for task in tasks):
         encoder_path(settings.sentence_model)
-    for task in own if settings.data != "hub" else ():
-        load_data(task, settings.data, settings.limit, settings.shots)
+    for task in tasks:
+        if isinstance(task, LengthTask):
+            task.load()
+        elif not isinstance(task, Task):
+            continue  # lm-eval may download its data
+        elif settings.data == "hub":  # the parts download the rows
+            require_hub(task)
+        else:
+            rows = load_data(task, settings.data, settings.limit, settings.shots).rows
+            if "channel" in settings.extras:
+                task.channel().require_text(rows["test"])
 
 
 def _apply(args: argparse.Namespace) -> int:
-    """Apply a job to Kubernetes with a pod for each task. The pods read task files with absolute paths."""
-    files = [name for name in args.tasks.split(",") if Path(name.rpartition(":")[2]).is_absolute()]
-    names = [name for name in args.tasks.split(",") if name not in files]
-    jobs = len(files) + (len(_tasks(args, ",".join(names))) if names else 0)
-    paths = [args.model, args.data or "", args.retriever, args.encoder]
-    inputs = [Path(path) for path in (*paths, *(name.rpartition(":")[2] for name in files))]
+    """Apply a job to Kubernetes with a pod for each task. The pods read files with absolute paths."""
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    files = {name: Path(name.removeprefix("positions:").removeprefix("passkey:")) for name in names}
+    files = {name: path for name, path in files.items() if path.is_absolute()}
+    others = ",".join(name for name in names if name not in files)
+    tasks = [task.name for task in _tasks(args, others)] if others or not files else []
+    tasks += [path.stem if name == str(path) else name for name, path in files.items()]
+    if len({*tasks}) < len(names) or len({*tasks}) < len(tasks):
+        raise UserError(f"--tasks contains a task twice: {args.tasks}", code="task")
+    if args.data is None and any(name == str(path) for name, path in files.items()):
+        raise UserError(f"--data is required for {', '.join(files)}", code="option-needs")
+    if not args.model:
+        raise UserError("--model is empty", code="no-model")
+    inputs = [Path(path) for path in (args.model, args.data or "", args.retriever, args.encoder)]
+    inputs += files.values()
     values = {"ARGUMENTS": shlex.join(_words(args))}
-    for line in apply_job(args.overlay, "eval", jobs, values, output=args.output_path, inputs=inputs):
+    for line in apply_job(args.overlay, "eval", len(tasks), values, output=args.output_path, inputs=inputs):
         say(line)
     return ExitCode.DONE
 

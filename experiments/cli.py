@@ -107,6 +107,8 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
         return ExitCode.DONE
     # Parallel runs share the cores of a machine without a GPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.jobs)))
+    if sweep.pending():
+        sweep.commands.divide_gpus(args.jobs)
     try:
         sweep.commands.run_threads(sweep.work, args.jobs)
     except StoppedError:

@@ -87,8 +87,8 @@ def _read_file(path: Path, bucket: int, chunk: int | None) -> Iterator[np.ndarra
                 first, check, last, _ = np.frombuffer(file.read(32), np.uint64).tolist()
                 for position in range(first, last, count):
                     file.seek(8 * width * position)
-                    data = file.read(8 * width * min(count, last - position))
-                    records = np.frombuffer(data, np.uint64).reshape(-1, width)
+                    rows = min(count, last - position)
+                    records = np.frombuffer(file.read(8 * width * rows), np.uint64).reshape(rows, width)
                     check -= int(_weighted(records, position).sum())
                     yield records
                 _require(check % 2**64 == _EMPTY)

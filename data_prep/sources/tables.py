@@ -119,10 +119,10 @@ class ParquetReader(TableReader):
             first = bisect_right(self._group_ends, start)
             start -= self._group_ends[first - 1] if first else 0
             for batch in file.iter_batches(PIECE_ROWS, row_groups=groups[first:]):
-                yield from batch.slice(start).to_pylist(maps_as_pydicts="strict")
                 number += max(0, batch.num_rows - start)
-                start = max(0, start - batch.num_rows)
                 self._read_share = number / file.metadata.num_rows
+                yield from batch.slice(start).to_pylist(maps_as_pydicts="strict")
+                start = max(0, start - batch.num_rows)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:
             raise UserError(
                 f"{self.name} is not a readable parquet file ({one_line(error, 200)})", code="damaged-file"

@@ -19,7 +19,7 @@ from emo.data_prep.sources.files import read_text
 
 from ..results import store
 from ..results.rows import evenly_spaced
-from .tasks import GROUP, LABEL, ROW, Row, Task
+from .tasks import GROUP, LABEL, ROW, Hub, Row, Task
 
 POOL_PER_ROW = 10  # with --limit: demonstration candidates per test row
 
@@ -102,13 +102,18 @@ def _file_rows(task: Task, split: str, source: str) -> tuple[Iterator[Row], str]
     return rows(), str(path)
 
 
+def require_hub(task: Task) -> Hub:
+    """Return the data set of a task on the hub. Raises UserError if the task names none."""
+    if task.spec.hub is None:
+        raise UserError(f"task {task.name} has no hub id. Set --data to a directory.", code="hub")
+    return task.spec.hub
+
+
 def hub_rows(task: Task, split: str) -> tuple[Iterable[Row], str]:
     """Return the rows of a split on the hub, with labels by name, and the name of the split for errors."""
     from datasets import ClassLabel, load_dataset
 
-    hub = task.spec.hub
-    if hub is None:
-        raise UserError(f"task {task.name} has no hub id. Set --data to a directory.", code="hub")
+    hub = require_hub(task)
     where = f"{hub.path} {split}"
     try:
         data = load_dataset(hub.path, hub.name, split=split, revision=hub.revision)

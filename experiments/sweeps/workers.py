@@ -26,6 +26,7 @@ from typing import IO
 import pynvml
 
 from emo.common.errors import ExitCode, UserError
+from emo.common.text import counted
 from emo.pipeline.control.stop import die_with_parent
 
 TICK = 0.1  # seconds
@@ -48,23 +49,30 @@ class CommandPool:
 
     def __init__(self, ranks: int = 1) -> None:
         self._ranks = ranks
+        self._gpus: list[str] = []  # of all threads
         self._thread = threading.local()
         self._closed = threading.Event()  # no further command starts
         self._stopped = threading.Event()  # running commands are stopped
 
+    def divide_gpus(self, count: int) -> None:
+        """Give `count` threads different GPUs. Raises UserError if this host has too few.
+
+        Without a call, and on a host without GPUs, commands are not given any.
+        """
+        self._gpus = visible_gpus()
+        if self._gpus and len(self._gpus) < count * self._ranks:
+            needed = f"--jobs {count} and {counted(self._ranks, 'GPU')} per run"
+            problem = f"{needed} need {count * self._ranks} GPUs, and {len(self._gpus)} can be used here"
+            raise UserError(f"{problem}. Lower --jobs or `ranks`", code="option-value")
+
     def run_threads(self, work: Callable[[], None], count: int) -> None:
         """Call `work` in `count` threads, from the main thread.
 
-        Raises UserError if the host has too few GPUs for them. Raises the first error of a thread, or
-        StoppedError after a SIGTERM, when all threads have ended.
+        Raises the first error of a thread, or StoppedError after a SIGTERM, when all threads have ended.
         """
-        gpus = visible_gpus()
-        if gpus and len(gpus) < count * self._ranks:
-            problem = f"{count} parallel runs with {self._ranks} GPUs each do not fit on {len(gpus)} GPUs"
-            raise UserError(f"{problem}. Lower --jobs or `ranks`", code="option-value")
 
         def start(number: int) -> None:
-            self._thread.gpus = gpus[number * self._ranks :][: self._ranks]
+            self._thread.gpus = self._gpus[number * self._ranks :][: self._ranks]
             work()
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -118,15 +126,30 @@ class CommandPool:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as CUDA names them."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if names is not None:
-        return [name for name in names.split(",") if name]
+    """Return the numbers of the GPUs that this process may use, none without a driver."""
+    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+        return []
     try:
         pynvml.nvmlInit()
-        return [str(number) for number in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:  # no driver
+        count = pynvml.nvmlDeviceGetCount()
+        ids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)]
+    except pynvml.NVMLError:
         return []
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return [str(number) for number in range(count)]
+    visible = []
+    for name in map(str.strip, names.split(",")):
+        matching = [
+            number for number, uuid in enumerate(ids) if name.startswith("GPU-") and uuid.startswith(name)
+        ]
+        if name.isdecimal() and int(name) < count:
+            visible.append(name)
+        elif len(matching) == 1:
+            visible.append(str(matching[0]))
+        else:  # CUDA ignores the names from the first invalid one on
+            break
+    return visible
 
 
 def command_environment() -> dict[str, str]:

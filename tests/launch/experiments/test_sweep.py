@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 import pytest
 import yaml
 
@@ -28,7 +29,7 @@ from emo.experiments.sweeps.design import RunSpec
 from emo.experiments.sweeps.report import gather_results
 from emo.experiments.sweeps.stages import Stage, command_origin
 from emo.experiments.sweeps.sweep import Sweep
-from emo.experiments.sweeps.workers import CommandPool
+from emo.experiments.sweeps.workers import CommandPool, visible_gpus
 from emo.pipeline.config import load_config
 from tests.conftest import REPO
 from tests.helpers.html import Page
@@ -385,8 +386,18 @@ def test_no_process_outlives_the_sweep(tmp_path: Path, number: int, code: int) -
     wait_for(lambda: not any(map(lives, children)), "end of what was started")
 
 
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let the driver have some GPUs, whose ids are GPU-0a, GPU-1a, ..."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: count)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda number: number)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}a")
+
+
 def test_threads_have_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    pretend_gpus(monkeypatch, 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6,7,2")
     workers = CommandPool(ranks=2)
     both = threading.Barrier(2)
 
@@ -395,12 +406,37 @@ def test_threads_have_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with (tmp_path / "log").open("ab") as output:
             assert workers.run(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], output) == 0
 
+    workers.divide_gpus(2)
     workers.run_threads(work, 2)
     assert sorted((tmp_path / "log").read_text().split()) == ["4,5", "6,7"]
     with refused("option-value"):
-        workers.run_threads(work, 3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a host without GPUs
-    workers.run_threads(lambda: None, 3)
+        workers.divide_gpus(3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, "0 1"),
+        ("1", "1"),
+        ("GPU-1a,0", "1 0"),
+        ("", ""),
+        ("-1", ""),
+        ("1,-1,0", "1"),
+        ("MIG-1", ""),
+        ("7", ""),
+    ],
+)
+def test_only_gpus_that_cuda_can_use_count(
+    setting: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(monkeypatch, 2)
+    if setting is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert visible_gpus() == expected.split()
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert not visible_gpus()
 
 
 def test_other_threads_finish_their_command_after_a_failure(tmp_path: Path) -> None:

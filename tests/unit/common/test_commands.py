@@ -185,3 +185,24 @@ def test_a_closed_pipe_ends_the_command_quietly(printing: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], env={}, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("error", "printed"),
+    [
+        (OSError(30, "Read-only file system"), "error: Read-only file system"),
+        (OSError(30, "Read-only file system", b"/x\xff"), "/x"),
+        (FileNotFoundError(2, "No such file or directory", "/a", None, "/b"), "error: /a: /b: No such file"),
+        (FileNotFoundError(2, "No such file or directory", 3), "error: No such file"),
+        (OSError("no number"), "error: no number"),
+    ],
+)
+def test_an_error_of_the_system_names_its_paths(
+    error: OSError, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> int:
+        raise error
+
+    assert exit_code_of(fail) in (ExitCode.FAILURE, ExitCode.MISTAKE)
+    text = capsys.readouterr().err
+    assert printed in text and text.count("\n") == 1 and "[system]" in text and "Errno" not in text

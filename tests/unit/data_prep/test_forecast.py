@@ -62,6 +62,14 @@ def test_a_forecast_is_printed_next_to_what_was_measured(tmp_path: Path) -> None
     assert "because data.dir=" in lines[-1] and len(list(other.iterdir())) == 1
 
 
+@pytest.mark.parametrize("rows", [1, 20_000])
+def test_the_size_of_a_file_is_no_limit(tmp_path: Path, rows: int) -> None:
+    write_jsonl(tmp_path / "a.jsonl", (texts(100) * (rows // 100 + 1))[:rows])
+    lines: list[str] = []
+    print_forecast(data_config(tmp_path, sources=[{"files": "a.jsonl"}]), 1, 1, lines.append)
+    assert 0.8 * rows <= int(lines[0].split()[-2].replace(",", "")) <= 1.2 * rows
+
+
 def test_a_forecast_needs_a_tokenizer(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts(50))
     with refused("forecast"):

@@ -404,3 +404,18 @@ def test_the_embedded_world_has_no_contamination() -> None:
         demonstrations = "\n".join(row[key] for row in task_rows(task, split))
         tests = {row[key] for row in task_rows(task, "test")}
         assert tests and not [text for text in tests if text in documents or text in demonstrations]
+
+
+@pytest.mark.parametrize("bit", [3, 40, 62])
+def test_a_damaged_offset_is_found_at_once(tmp_path: Path, bit: int) -> None:
+    """A flipped bit of the end of a bucket points far behind the end of the file."""
+    path = tmp_path / "file"
+    records = np.arange(30, dtype=np.uint64).reshape(10, 3)
+    buckets.write_buckets(path, 2, [(records, np.arange(10) % 2)])
+    data = np.frombuffer(path.read_bytes(), np.uint64).copy()
+    offsets = data[30:36]  # the offset and checksum of both buckets, and of the end
+    assert offsets[[0, 2, 4]].tolist() == [0, 5, 10]
+    offsets[4] ^= np.uint64(1 << bit)
+    path.write_bytes(data.tobytes())
+    with pytest.raises(buckets.DamagedError):
+        list(buckets.read_buckets([path], 1))

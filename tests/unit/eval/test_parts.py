@@ -76,7 +76,9 @@ def test_the_jobs_of_slurm_give_the_same_results(
         (("--data", "nowhere"), "no-task-data"),
         (("--retriever", "./nowhere"), "no-model"),
         (("--retriever", "topk", "--encoder", "./nowhere"), "no-model"),
+        (("--retriever", ""), "no-model"),
         (("--num_fewshot", "100000"), "too-few-rows"),
+        (("--tasks", "positions:nowhere.jsonl"), "no-text"),
     ],
 )
 def test_inputs_are_checked_before_jobs_are_submitted(
@@ -98,7 +100,15 @@ def test_kubernetes_gets_a_pod_for_each_task(
         code, _, error = command(*options(world, Path("/emo/runs/out"), *on, *unshared))
         path = unshared[1].split(",")[-1].removeprefix("passkey:")
         assert code == 2 and f"{path} is not on the volume" in error
-    on = (*on, "--tasks", "trec,/emo/runs/mine.yaml")  # which only the pods can read
+    for wrong, code in (
+        (("--tasks", "trec,/emo/runs/trec.yaml"), "task"),
+        (("--tasks", "/emo/runs/a.yaml,/emo/runs/a.yaml"), "task"),
+        (("--tasks", "nonsense:/emo/runs/a"), "task"),
+        (("--model", ""), "no-model"),
+    ):
+        status, _, error = command(*options(world, Path("/emo/runs/out"), *on, *wrong))
+        assert status == 2 and f"[{code}]" in error
+    on = (*on, "--tasks", "trec, /emo/runs/mine.yaml,")  # which only the pods can read
     assert command(*options(world, Path("/emo/runs/out"), *on))[0] == 0
     job, values, _ = applied(tmp_path)
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2 and values["JOBS"] == "2"
