@@ -136,6 +136,25 @@ class LoadedPlan(NamedTuple):
     tokenizer: Tokenizer
 
 
+def _plan_rows(job: Preparation, begin: float) -> None:
+    """Scan the sources and select rows together with the other jobs, until the plan exists.
+
+    begin: Part of the units, from 0 to 1, at which this job starts.
+    """
+    plan = job.config.dir / PLAN
+    scan = job.scan(begin)
+    selection = job.select(scan, begin)
+    if job.config.limit_tokens is not None and selection is not None:
+        with job.lock_planning():
+            if not plan.is_file():
+                selection.share(lambda: job.draft(scan, selection))
+        selection.share(lambda: job.limit(selection))
+    with job.lock_planning():
+        if not plan.is_file():
+            job.make_plan(scan, selection)
+        job.clear()  # also the local copies on this host
+
+
 def prepare(
     config: DataConfig,
     shard: tuple[int, int],
@@ -172,17 +191,7 @@ def prepare(
                 job.clear()  # files of a job that died
             stack.enter_context(register_user(config.dir / JOBS))
         if not (config.dir / PLAN).is_file():
-            scan = job.scan(shard[0] / shard[1])
-            selection = job.select(scan, shard[0] / shard[1])
-            if config.limit_tokens is not None and selection is not None:
-                with job.lock_planning():
-                    if not (config.dir / PLAN).is_file():
-                        selection.share(lambda: job.draft(scan, selection))
-                selection.share(lambda: job.limit(selection))
-            with job.lock_planning():
-                if not (config.dir / PLAN).is_file():
-                    job.make_plan(scan, selection)
-                job.clear()  # also the local copies on this host
+            _plan_rows(job, shard[0] / shard[1])
         hashes = Hashes(config.dir / HASHES)
         loaded = job.load(hashes)
         missing = [] if finish else job.find_missing(hashes, shard)
