@@ -79,7 +79,7 @@ def test_scores_of_a_task_choose_the_export(tmp_path: Path) -> None:
     thread = threading.Thread(target=watch, args=(run_dir, {2: 0.9, 4: 0.5}, done), daemon=True)
     thread.start()
     try:
-        kill_ranks(run_dir, 2, *command, ranks=1)
+        kill_ranks(run_dir, 5, *command, ranks=1)
         decided = (run_dir / SELECTION).read_text()
         ended = run_ranks(*command, ranks=1)
     finally:
