@@ -32,7 +32,7 @@ from .shards.reencode import PlainEncoder, ShardCheck
 from .shards.write import TOKENIZER, write_shard
 from .sources.reader import Piece, SourceReader
 
-PLACES = 16  # from which the sample comes
+PLACES = 16  # from which the sample comes, besides the beginnings of files
 PIECES = 2  # at each place
 # Of the selection, by data.dedup: CPU seconds per row, and bytes of memory per row of a unit.
 SELECTION = {"none": (0.3e-6, 150), "exact": (0.5e-6, 220), "near": (3.5e-6, 480)}
@@ -115,18 +115,17 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
         begin = int(place - ends[number]) + inputs[number].size if inputs[number].cuttable else 0
         places |= {(number, 0), (number, begin)}
     pieces = []
-    read = dict.fromkeys(range(len(inputs)), 0)  # end of the sample of each input so far
+    read = [0] * len(inputs)  # end of the sample of each input so far
     for number, begin in sorted(places) if total else ():
         if begin < read[number]:
             continue
         reader = inputs[number]
-        following = reader.pieces(begin)
+        following = reader.pieces(begin)  # keeps the file open: the position of a closed file is its end
         found = list(islice(following, PIECES))
         if not found:
             continue
         # Compressed files are read ahead, so the stored bytes are divided by the lengths of the pieces.
         read[number] = reader.position() or reader.size
-        del following  # closes the file, and its position is then the end
         stored = read[number] - begin
         length = sum(piece.extent.length for piece in found)
         pieces += [(number, piece, stored * piece.extent.length / length) for piece in found]

@@ -23,7 +23,7 @@ from . import chat
 from .export import commands as exporting
 from .generation import commands as generation
 from .generation.commands import OUT, Add
-from .harness.tasks import PREFIX, select_all
+from .harness.tasks import LENGTHS, PREFIX, select_all
 from .icl.settings import INFERENCERS, Settings
 from .icl.tasks import DIRECTORY, ForeignTask, Task, select_tasks
 from .judging import commands as judging
@@ -204,12 +204,15 @@ def _check_drop(args: argparse.Namespace) -> None:
         )
 
 
-def _tasks(args: argparse.Namespace, names: str | None = None) -> Sequence[Task | ForeignTask]:
-    tasks = select_all(args.tasks if names is None else names, args.prompts)
-    own = [task.name for task in tasks if isinstance(task, Task)]
-    if own and args.data is None:
-        raise UserError(f"--data is required for {', '.join(own)}", code="option-needs")
+def _tasks(args: argparse.Namespace, names: str) -> Sequence[Task | ForeignTask]:
+    tasks = select_all(names, args.prompts)
+    _require_data(args, [task.name for task in tasks if isinstance(task, Task)])
     return tasks
+
+
+def _require_data(args: argparse.Namespace, tasks: Sequence[str]) -> None:
+    if tasks and args.data is None:
+        raise UserError(f"--data is required for {', '.join(tasks)}", code="option-needs")
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -237,7 +240,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UserError(f"{problem}. Run `emo compare` afterwards", code="options-clash")
     if args.on == KUBERNETES:
         return _apply(args)
-    tasks = _tasks(args)
+    tasks = _tasks(args, args.tasks)
     model = EvaluatedModel(args.model, args.name, args.dtype)
     if args.fail_on_regression:
         from .results.directory import find_model, read_models
@@ -281,23 +284,24 @@ def _check_inputs(tasks: Sequence[Task | ForeignTask], settings: Settings) -> No
 
 
 def _apply(args: argparse.Namespace) -> int:
-    """Apply a job to Kubernetes with a pod for each task. The pods read files with absolute paths."""
+    """Apply a job to Kubernetes with a pod for each task. Only the pods read files with absolute paths."""
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    files = {name: Path(name.removeprefix("positions:").removeprefix("passkey:")) for name in names}
-    files = {name: path for name, path in files.items() if path.is_absolute()}
-    others = ",".join(name for name in names if name not in files)
-    tasks = [task.name for task in _tasks(args, others)] if others or not files else []
-    tasks += [path.stem if name == str(path) else name for name, path in files.items()]
-    if len({*tasks}) < len(names) or len({*tasks}) < len(tasks):
+    own = [name for name in names if name.startswith("/")]
+    texts = [name for name in names if name.startswith(tuple(f"{kind}/" for kind in LENGTHS))]
+    known = ",".join(name for name in names if name not in (*own, *texts))
+    tasks = [task.name for task in _tasks(args, known)] if known or not names else []
+    tasks += [*(Path(name).stem for name in own), *texts]
+    if len({*tasks}) < len(tasks):
         raise UserError(f"--tasks contains a task twice: {args.tasks}", code="task")
-    if args.data is None and any(name == str(path) for name, path in files.items()):
-        raise UserError(f"--data is required for {', '.join(files)}", code="option-needs")
+    _require_data(args, own)
     if not args.model:
         raise UserError("--model is empty", code="no-model")
-    inputs = [Path(path) for path in (args.model, args.data or "", args.retriever, args.encoder)]
-    inputs += files.values()
+    files = [name.partition(":")[2] for name in texts]
+    inputs = map(Path, (args.model, args.data or "", args.retriever, args.encoder, *own, *files))
+    # Relative paths are names, or files of the checkout in the image.
+    shared = [args.output_path, *filter(Path.is_absolute, inputs)]
     values = {"ARGUMENTS": shlex.join(_words(args))}
-    for line in apply_job(args.overlay, "eval", len(tasks), values, output=args.output_path, inputs=inputs):
+    for line in apply_job(args.overlay, "eval", len(tasks), values, shared=shared):
         say(line)
     return ExitCode.DONE
 
@@ -368,7 +372,7 @@ def _words(args: argparse.Namespace, only: Sequence[str] = ()) -> list[str]:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    tasks = _tasks(args)
+    tasks = _tasks(args, args.tasks)
     settings = _settings(args)
     if not args.poll > 0:
         raise UserError("--poll must be a positive number of seconds", code="option-value")

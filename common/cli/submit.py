@@ -75,7 +75,7 @@ def submit_file(scheduler: str, file: Path) -> str:
 
 def apply_job(
     overlay: Path, component: str, jobs: int, values: dict[str, str],
-    recipe: str | None = None, output: Path | None = None, inputs: Sequence[Path] = (),
+    recipe: str | None = None, shared: Sequence[Path] = (),
 ) -> list[str]:  # fmt: skip
     """Apply a job of a kustomize directory to Kubernetes, with the resources that all jobs share.
 
@@ -85,9 +85,7 @@ def apply_job(
         jobs: Number of pods.
         values: Variables of the pods' environment.
         recipe: The text of a recipe, which the pods read from a config map.
-        output: A directory that the pods must share.
-        inputs: Files and directories that the pods must share if the paths are absolute. Others are names,
-            or relative to the checkout in the image.
+        shared: Files and directories that the pods must share.
 
     Returns lines for the user. Jobs cannot be changed, so those without a recipe are named by their values.
     """
@@ -96,7 +94,7 @@ def apply_job(
     metadata = job["metadata"]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    _check_shared(pod, container, [*(() if output is None else [output]), *filter(Path.is_absolute, inputs)])
+    _check_shared(pod, container, shared)
     if recipe is None:
         metadata["name"] += f"-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]}"
     else:

@@ -19,7 +19,7 @@ def hub_directory(name: str, revision: str | None, subject: str, code: str, **pa
         revision: Commit, or None for the newest.
         subject: Beginning of the error, for example the key of a recipe.
         code: Code of the error.
-        patterns: Of the files, `allow_patterns` or `ignore_patterns`.
+        patterns: Patterns of the files, `allow_patterns` or `ignore_patterns`.
 
     Raises:
         UserError: There is no such repository, or it cannot be reached or opened.

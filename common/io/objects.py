@@ -2,7 +2,7 @@
 
     s3://bucket/data/train/manifest.json    $EMO_MIRRORS/s3/bucket/data/train/manifest.json
 
-So the path of a file identifies whether a store or a file system shares it.
+The path of a file therefore shows whether a store or a file system shares it.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def packed_rows(
         ids: Flat tokens, may be a memory map.
         starts: int64 [n], the beginning of each example in `ids`.
         lengths: int64 [n].
-        spans: Of each example, SPAN [k], relative to its start.
+        spans: The spans of each example, SPAN [k], relative to its start.
         sources: uint64 [n].
         block: Most tokens of a row.
         domain: Number of the domain.

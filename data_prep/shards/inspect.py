@@ -41,7 +41,7 @@ def inspect(
     Args:
         directory: A split of prepared data.
         samples: Number of rows that are drawn.
-        seed: Of the draw.
+        seed: Seed of the draw.
         console: Where the text goes.
         at: Shard files and rows in them to print instead.
     """

@@ -70,8 +70,8 @@ def evaluate_harness_task(name: str, title: str, loaded: Any, job: Job) -> TaskR
     """Return the result of the job's model on a task or group, and write its view.
 
     Args:
-        name: Of the results.
-        title: Of the task in reports.
+        name: Name of the results.
+        title: Title of the task in reports.
         loaded: Lm-eval's tasks and groups.
         job: The model and its settings.
     """

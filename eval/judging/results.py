@@ -134,7 +134,7 @@ def compare_scores(
         first: Scores [n] of a model.
         second: Scores [n] of another model on the same pairs.
         questions: The question of each pair [n].
-        seed: Of the random signs.
+        seed: Seed of the random signs.
     """
     differences = np.asarray(second, float) - np.asarray(first, float)
     mean, interval = bounded_mean(differences.tolist(), questions, -1.0, 1.0)

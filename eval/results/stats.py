@@ -145,11 +145,11 @@ def estimate_measure(
     """Return a measure that rows add up to, as an estimate that can be compared between models.
 
     Args:
-        values: Of each row [n]: the value, or a log-probability in nats.
-        weights: Of each row [n], for example its number of words.
+        values: For each row [n], the value, or a log-probability in nats.
+        weights: Weight of each row [n], for example its number of words.
         scale: `mean` (weighted mean of the values), `perplexity` (negative log-probability per unit of
             weight, which is the logarithm of the perplexity) or `bits` (the same in bits).
-        clusters: Of each row [n]. The default is a cluster for each row.
+        clusters: Cluster of each row [n]. The default is a cluster for each row.
     """
     factor = {"mean": 1.0, "perplexity": -1.0, "bits": -1 / math.log(2)}[scale]
     return ratio([factor * value for value in values], weights, clusters or range(len(values)))

@@ -65,7 +65,7 @@ def _files(finder: ModuleFinder) -> list[Path]:
 
 
 class _Finder(ModuleFinder):
-    """Finds imported modules. A folder without files of Python, such as wandb/, is not a module."""
+    """Finds imported modules. A folder without Python files, such as wandb/, is not one."""
 
     def find_module(self, name: str, *args: Any) -> Any:
         try:

@@ -57,7 +57,7 @@ class CommandPool:
     def divide_gpus(self, count: int) -> None:
         """Give `count` threads different GPUs. Raises UserError if this host has too few.
 
-        Without a call, and on a host without GPUs, commands are not given any.
+        On a host without GPUs, or without this call, commands get no GPUs.
         """
         self._gpus = visible_gpus()
         if self._gpus and len(self._gpus) < count * self._ranks:

@@ -125,7 +125,7 @@ def generate_texts(
         prompts: Token ids of each prompt.
         uniforms: Random numbers, float64 [n, tokens]. A text has at most `tokens` tokens.
         ends: Tokens that end each text, int64 [n, e].
-        temperature: Of sampling.
+        temperature: Temperature of sampling.
         block: Largest number of tokens of a prompt and its text.
         should_stop: Returns whether to stop, given whether all texts here have ended. Under ZeRO-3 all ranks
             continue together.

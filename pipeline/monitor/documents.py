@@ -61,7 +61,7 @@ def group_by_document(
     """Sum the measurements of segments by document.
 
     Args:
-        fingerprint: Of the set.
+        fingerprint: Fingerprint of the set.
         sources: Document of each segment [segments].
         nll: NLL of each segment in nats [segments].
         tokens: Supervised tokens of each segment, or the sum of their weights [segments].
