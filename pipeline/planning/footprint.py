@@ -99,7 +99,7 @@ class Setup:
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
     bucket: float = 5e7  # elements of a communication bucket
     compiled: bool = False  # torch.compile, which fuses the element-wise kernels of a layer
-    kernels: bool = False  # Liger's kernels, which fuse the same
+    kernels: bool = False  # Liger's kernels, which fuse the same, and keep less for the backward pass
     masked: bool = False  # SDPA separates the documents of packed rows by a mask [b, 1, L, L]
     hpz: int = 1  # GPUs that share a second copy of the weights to gather from (hpZ), or 1
     reduced: int = 2  # bytes of a gradient element in a reduction
@@ -256,14 +256,17 @@ def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
     width = setup.width
     h = sizes.hidden
     f = sizes.inner
-    # Bytes per token of a layer: inputs of norms in float32, and every factor of a product.
-    norms = 2 * h * (4 + 2 * width)
+    # Bytes per token of a layer: inputs of norms, also in float32, and every factor of a product. Liger's
+    # norms keep no float32 copy, and its MLP computes silu(gate) again.
+    liger_mlp = setup.kernels and sizes.gated
+    norms = 2 * h * (2 * width + (0 if setup.kernels else 4))
     attention = width * (2 * h + 2 * sizes.key_values)
-    inner = width * f * (4 if sizes.gated else 2)
+    inner = width * f * ((3 if liger_mlp else 4) if sizes.gated else 2)
     layer = norms + attention + (0 if setup.tiled else inner)
     layers = 1 if setup.checkpointing else sizes.layers
-    # Gradients in flight take half a layer. Without MLPs it is all of it.
-    activations = setup.tokens * layer * (layers + (1 if setup.tiled else 1 / 2))
+    # Gradients in flight take half a layer. Without MLPs it is all of it. Liger's MLP overwrites its inputs.
+    flight: float = layer if setup.tiled else width * (f + h) if liger_mlp else layer / 2
+    activations = setup.tokens * (layer * layers + flight)
     if setup.checkpointing and not setup.offload_activations:
         activations += stored_bytes(sizes, setup)
     if setup.tiled:

@@ -138,6 +138,25 @@ MEMORY = [
     (3, True, 8, 1, 39.1),
 ]
 
+# The longest rows of LLaMA-3.1-8B that fit into each GPU in Arctic Long Sequence Training: GPU, GPUs, tokens
+# per row, ranks per row, checkpoints in host memory, tiled MLPs, and weights in host memory. All use ZeRO-3
+# with the optimizer in host memory, checkpointing, and Liger's kernels, also for a loss without complete
+# logits. From snowflakedb/ArcticTraining, projects/sequence-parallelism at b28638e. Its larger models are
+# left out, because host memory limits them.
+LONGEST_ROWS = """
+    H100-80G   1    500000   1  yes  yes  yes
+    H100-80G   8    160000   1   no   no   no
+    H100-80G   8   1100000   8   no   no   no
+    H100-80G   8   1200000   8   no  yes   no
+    H100-80G   8   2400000   8  yes   no   no
+    H100-80G   8   3800000   8  yes  yes   no
+    H100-80G  16   8000000  16  yes  yes   no
+    H100-80G  32  15500000  32  yes  yes   no
+    H200-141G  1    300000   1   no   no  yes
+    H200-141G  1    650000   1  yes   no  yes
+    H200-141G  1   1200000   1  yes  yes  yes
+"""
+
 
 class Run(NamedTuple):
     mark: str
@@ -190,4 +209,16 @@ def runs() -> list[Run]:
         setup = Setup(int(gpus), stage, int(micro), int(block), int(passes), reduced=int(reduced), **flags)
         name, sizes = f"{model} {block} {gpus}x{kind} {micro} ZeRO-{stage}", sizes_of(model, int(block))
         results.append(Run(mark, name, kind, sizes, setup, float(network), float(speed)))
+    return results
+
+
+def longest_rows() -> list[tuple[str, Setup]]:
+    """Return the kind of GPU and the settings of each row of LONGEST_ROWS."""
+    results = []
+    for kind, gpus, block, sequence, *switches in map(str.split, LONGEST_ROWS.strip().splitlines()):
+        offloaded, tiled, parameters = (word == "yes" for word in switches)
+        flags = {"checkpointing": True, "offload_optimizer": True, "kernels": True, "cost": False}
+        flags |= {"offload_activations": offloaded, "tiled": tiled, "offload_parameters": parameters}
+        setup = Setup(int(gpus), 3, 1, int(block), sequence=int(sequence), bucket=5e8, **flags)
+        results.append((kind, setup))
     return results
