@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tests.conftest import REPO
@@ -35,7 +36,8 @@ class Campaign:
         """Print the table, write runs/NAME.json, and return 1 if a finding is not good, else 0."""
         table = Table("part", "what", "found", "")
         for row in self.rows:
-            table.add_row(row["part"], row["what"], row["found"], "ok" if row["good"] else "FAILED")
+            texts = [escape(row[key]) for key in ("part", "what", "found")]  # they may contain [brackets]
+            table.add_row(*texts, "ok" if row["good"] else "FAILED")
         Console().print(table)
         target = REPO / "runs" / f"{self.name}.json"
         target.parent.mkdir(exist_ok=True)
