@@ -19,14 +19,14 @@ _activities: list[object] = []  # nested activities, of which only the innermost
 
 
 def make_console(**options: Any) -> Console:
-    """Return a rich console that raises BrokenPipeError if the reader closes the pipe."""
+    """Return a rich console that prints brackets as they are, and raises BrokenPipeError for a closed pipe."""
     from rich.console import Console
 
     class Printer(Console):
         def on_broken_pipe(self) -> None:
             raise  # instead of exiting with code 1, as rich does
 
-    return Printer(**options)
+    return Printer(markup=False, **options)
 
 
 @contextmanager
@@ -35,13 +35,20 @@ def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Cal
 
     Yield a function that takes the number of bytes done so far. Without a terminal, lines go to `say`.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     is_terminal = sys.stderr.isatty()
     last = time.monotonic()
     console = make_console(stderr=True)
-    everything = "{task.description}", BarColumn(), *columns
+    everything = TextColumn("{task.description}", markup=False), BarColumn(), *columns
     with Progress(*everything, console=console, transient=True, disable=not is_terminal) as bar:
         task = bar.add_task(label, total=total or None)
 

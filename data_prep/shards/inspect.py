@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -62,7 +61,7 @@ def inspect(
         suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
         supervised = counted(int(data.valid[row]), "supervised token")
         supervised += f" of weight {data.weight[row]:g}" if data.weighted else ""
-        console.rule(escape(f"row {row}: {supervised}  ({file} row {number}{suffix})"))
+        console.rule(f"row {row}: {supervised}  ({file} row {number}{suffix})")
         console.print(render_row(data, row, tokenizer, colours))
     legend = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
     console.print(Text.assemble("supervised ", *legend))
@@ -186,5 +185,5 @@ def _others(sources: list[dict[str, Any]], split: str) -> Iterator[dict[str, Any
 
 
 def _cell(value: object) -> str:
-    """Return text without markup of rich and escape sequences of terminals."""
-    return escape(on_one_line(str(value)))
+    """Return text without escape sequences of terminals."""
+    return on_one_line(str(value))

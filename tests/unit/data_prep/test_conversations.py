@@ -18,10 +18,10 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from emo.common.cli.progress import make_console
 from emo.common.errors import UserError
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig, load_data_config
@@ -399,7 +399,7 @@ def test_the_recipe_of_sniff_can_be_prepared(
 def sniffed(files: Path, tokenizer: Path | None = None) -> tuple[str, str]:
     """Return the output and the recipe of `sniff`."""
     sink = io.StringIO()
-    recipe = sniff(str(files), tokenizer and str(tokenizer), Console(file=sink, width=100))
+    recipe = sniff(str(files), tokenizer and str(tokenizer), make_console(file=sink, width=100))
     return sink.getvalue(), recipe
 
 
@@ -501,7 +501,7 @@ def test_weights_reach_the_tokens_of_their_characters(
     batch = data.batch(np.arange(len(data)))
     counted = np.where(batch["labels"] >= 0, batch["loss_weights"].astype(float), 0).sum(1)
     assert data.weight.tolist() == pytest.approx(counted.tolist())
-    console = Console(file=io.StringIO(), width=200)
+    console = make_console(file=io.StringIO(), width=200)
     inspect(config.dir / "train", 1, 0, console)
     assert "0.25 to 3;" in console.file.getvalue()  # type: ignore[attr-defined]
     file, number = data.provenance(np.array([20]))[0]

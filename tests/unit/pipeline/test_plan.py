@@ -204,6 +204,11 @@ def test_exit_codes_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert existing.read_text() == "mine"
 
 
+def test_a_plan_prints_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(LLAMA), *EIGHT, "output_dir='runs/[bold]/[/a]'"]) == ExitCode.DONE
+    assert "runs/[bold]/[/a]" in capsys.readouterr().out
+
+
 def test_gpus_are_parsed_before_any_library_is_imported() -> None:
     """The memory is optional for a kind of GPU that has only one size."""
     assert parse_cluster("8xH100") == parse_cluster("8xh100-80g") == Cluster(8, "H100-80G")
