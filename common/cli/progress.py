@@ -19,7 +19,7 @@ _activities: list[object] = []  # nested activities, of which only the innermost
 
 
 def make_console(**options: Any) -> Console:
-    """Return a rich console that prints brackets as they are, and raises BrokenPipeError for a closed pipe."""
+    """Return a rich console that prints brackets, and raises BrokenPipeError if its reader closes the pipe."""
     from rich.console import Console
 
     class Printer(Console):
