@@ -19,7 +19,7 @@ _activities: list[object] = []  # nested activities, of which only the innermost
 
 
 def make_console(**options: Any) -> Console:
-    """Return a rich console that prints brackets, and raises BrokenPipeError if its reader closes the pipe."""
+    """Return a rich console without markup. It raises BrokenPipeError if the reader closes the pipe."""
     from rich.console import Console
 
     class Printer(Console):
