@@ -35,10 +35,12 @@ RUN useradd --uid 1001 --no-create-home --home-dir /tmp --shell /bin/bash emo \
     && mkdir /emo && install -d -m 1777 /emo/runs
 WORKDIR /emo
 
-# The packages first: they change less often than the code. TORCH_ARGS: see the Makefile.
+# The packages first: they change less often than the code. TORCH_ARGS: see the Makefile. Modules are compiled here,
+# because containers could not keep the result. Templates among them are not valid Python, so errors are ignored.
 ARG TORCH_ARGS=""
 COPY Makefile requirements.lock ./
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf PIP_NO_CACHE_DIR=1 make .venv/packages TORCH_ARGS="${TORCH_ARGS}"
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf PIP_NO_CACHE_DIR=1 make .venv/packages TORCH_ARGS="${TORCH_ARGS}" \
+    && { .venv/bin/python -m compileall -qq -j 0 -x '/tests?/|transformers/models/' .venv/lib || true; }
 
 # Wheels that the image gets in addition: none without FLASH_ATTN. Only the chosen one of these stages is built.
 FROM packages AS wheels

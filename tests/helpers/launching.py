@@ -43,7 +43,7 @@ data:
    validation: [], validation_fraction: 0.1}
 model:
   architecture:
-    {model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+    {model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,
      num_attention_heads: 2, max_position_embeddings: 64}
   dtype: float32
 objective: {name: emo}
@@ -188,7 +188,7 @@ def _forked(environments: list[dict[str, str]], command: Sequence[str], output: 
 def _imported() -> Any:
     """Start a new interpreter in the ranks' environment, and return the context that forks ranks from it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["emo.pipeline.trainer", "emo.launch.rank", __name__])
+    context.set_forkserver_preload(["tests.helpers.preloaded", __name__])
     with mock.patch.dict(os.environ, ENVIRONMENT):
         forkserver.ensure_running()
     return context

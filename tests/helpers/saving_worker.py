@@ -3,6 +3,7 @@
 late      a checkpoint's export is not written until a later step is complete
 damaged   a weight of rank 0 is infinite after the second step
 full      after the third step no file can exceed 50 KiB, as if the disk were full
+inline    exports are checked in this process, which is faster than in a new one
 hanging   rank 1 sleeps after its second step for longer than other ranks wait
 slow      rank 1 needs 0.1 s more to load a step, and for each pass of the head
 KIND@PHASE   rank 1 raises FAULTS[KIND] in the PHASE `loading`, `step` or `saving`, or all ranks in `starting`
@@ -27,6 +28,7 @@ from emo.eval.watch import find_targets
 from emo.launch.rank import leave, run_recipe
 from emo.pipeline import trainer as train
 from emo.pipeline.batches.loader import Loader
+from emo.pipeline.checkpoint import saver
 from emo.pipeline.control.run_dir import checkpoints, read_metrics, step_of
 from emo.pipeline.control.stop import SignalWatch
 from emo.pipeline.engine import start
@@ -115,7 +117,12 @@ def damage(engine: Engine) -> None:
     engine.ds.optimizer.fp32_partitioned_groups_flat[0].data[7] = float("inf")
 
 
+def inline() -> None:
+    saver.check_export_in_subprocess = export.check_export
+
+
 DISTURBANCES: dict[str, Callable[[Path], object]] = {
+    "inline": lambda _: inline(),
     "late": late,
     "damaged": lambda _: after_step("0", 2, damage),
     "full": lambda _: fill(),

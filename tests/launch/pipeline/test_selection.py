@@ -74,7 +74,7 @@ def test_scores_of_a_task_choose_the_export(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = ("train.keep_best=task:t", "train.load_best_at_end=true", "train.export_checkpoints=true")
     options += ("train.save_steps=2", "train.save_total_limit=1", "deepspeed=ds_configs/zero3.json")
-    command = ("launch/continual.sh", str(recipe), *options)
+    command = ("-m", "tests.helpers.saving_worker", "inline", str(recipe), f"output_dir={run_dir}", *options)
     done = threading.Event()
     thread = threading.Thread(target=watch, args=(run_dir, {2: 0.9, 4: 0.5}, done), daemon=True)
     thread.start()
