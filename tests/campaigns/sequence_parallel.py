@@ -44,11 +44,10 @@ KEYS = ("nll", "loss", "validation_nll", "validation_kl_from_base")
 
 def run_matrix(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     plain: dict[tuple[str, str], list[float]] = {}
-    for ranks in map(int, args.ranks):
+    for ranks, family, stage in itertools.product(map(int, args.ranks), args.families, map(int, args.stages)):
         groups = [n for n in (1, 2, 4) if ranks % n == 0]
-        names = itertools.product(args.families, args.objectives, map(int, args.stages), groups)
-        cases = [Case(*name) for name in names]
-        file = directory / f"{ranks}.json"
+        cases = [Case(family, *rest) for rest in itertools.product(args.objectives, [stage], groups)]
+        file = directory / f"{ranks}-{family}-{stage}.json"
         sizes = (str(args.block), str(args.steps))
         command = ("-m", "tests.helpers.sequence_worker", str(file), *sizes, *map(str, cases))
         done = launching.run_ranks(*command, ranks=ranks)
