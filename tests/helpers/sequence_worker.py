@@ -1,7 +1,8 @@
 """Train a rank on shared rows: python -m tests.helpers.sequence_worker FILE BLOCK STEPS CASE...
 
 Rank 0 writes the loss of every step by case. A case is FAMILY/OBJECTIVE/STAGE/N, such as llama/emo/3/2.
-`train_plain` is the reference. It runs a plain optimizer on complete rows in one process.
+`train_plain` is the reference. It runs a plain optimizer on complete rows in one process, and SDPA with a
+mask instead of attention within each document.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def read_rows(step: int, block: int) -> dict[str, np.ndarray]:
     positions = np.empty_like(ids)
     labels = np.full_like(ids, IGNORE)
     for row in range(ROWS):
-        starts = np.append(0, np.sort(rng.choice(np.arange(1, block), 4, replace=False)))
+        drawn = rng.choice(np.arange(1, block), max(4, block // 256), replace=False)
+        starts = np.append(0, np.sort(drawn))
         positions[row] = np.arange(block) - np.repeat(starts, np.diff(starts, append=block))
         labels[row, :-1] = np.where(positions[row, 1:] > 0, ids[row, 1:], IGNORE)
     labels[-1, block // 5 :] = IGNORE
@@ -82,9 +84,9 @@ def find_objective(name: str) -> Objective:
     return get_objective("kl" if name == "teacher" else name)
 
 
-def build_model(case: Case, block: int) -> Any:
+def build_model(case: Case, block: int, attention: str) -> Any:
     changes = FAMILIES[case.family] | {"max_position_embeddings": block}
-    model = family(case.family, VARLEN if case.sequence > 1 else "sdpa", **changes).train()
+    model = family(case.family, attention, **changes).train()
     objective = find_objective(case.objective)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -108,7 +110,7 @@ def train_case(case: Case, world: World, block: int, steps: int) -> list[float]:
     config = load_recipe(Recipe(ADAM, f"zero{case.stage}"))
     passes = 1 if case.objective == "mile" else ROWS  # mile normalises weights per pass
     batch = solve_batch(ROWS, ROWS // passes, world.ranks, case.sequence)
-    engine = Engine(build_model(case, block), deepspeed_config(config, batch), world)
+    engine = Engine(build_model(case, block, VARLEN), deepspeed_config(config, batch), world)
     if case.sequence > 1:
         check_shared_rows(engine, {name: array[:1] for name, array in read_rows(0, block).items()})
     losses = []
@@ -141,8 +143,8 @@ def check_wrong_attention(world: World, block: int) -> str:
     return ""
 
 
-def train_plain(case: Case, block: int, steps: int) -> list[float]:
-    model = build_model(case._replace(sequence=1), block)
+def train_plain(case: Case, block: int, steps: int, attention: str = "sdpa") -> list[float]:
+    model = build_model(case._replace(sequence=1), block, attention)
     train = load_recipe(Recipe(ADAM, "zero1")).train
     parameters = list(model.parameters())
     groups = [
