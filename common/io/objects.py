@@ -20,7 +20,7 @@ from .store import NEEDS
 if TYPE_CHECKING:
     from .fsspec_store import PatientStore
 
-RECENT = 0.5  # seconds
+RECENT = 0.5  # seconds that a listing is used for, or as long as it took if that is longer
 ADDRESS = re.compile(r"([a-z][a-z0-9]*)://([^/@]+(?:/[^/@]+)+)/?")
 
 
@@ -87,12 +87,13 @@ def list_objects(directory: Path, depth: int | None = None) -> dict[str, dict[st
 
 
 def describe_recently(path: Path) -> dict[str, Any] | None:
-    """Return what the store lists about a file, or listed in the last RECENT seconds."""
-    listed, files = _listings.get(path.parent, (-RECENT, {}))
-    if time.monotonic() - listed >= RECENT:
-        listed = time.monotonic()
+    """Return what the store lists about a file, or listed a moment ago."""
+    end, files = _listings.get(path.parent, (0.0, {}))
+    began = time.monotonic()
+    if began >= end:
         files = list_objects(path.parent, 1)
-        _listings[path.parent] = listed, files
+        listed = time.monotonic()
+        _listings[path.parent] = listed + max(RECENT, listed - began), files
     return files.get(path.name)
 
 
@@ -106,4 +107,5 @@ def forget_listings() -> None:
     _listings.clear()
 
 
-_listings: dict[Path, tuple[float, dict[str, dict[str, Any]]]] = {}  # time and files, by directory
+# Until when a listing is used, and its files, by directory.
+_listings: dict[Path, tuple[float, dict[str, dict[str, Any]]]] = {}

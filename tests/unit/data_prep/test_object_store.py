@@ -140,6 +140,26 @@ def test_a_recipe_keeps_the_address(files: Path, tmp_path: Path, monkeypatch: py
     assert isinstance(error.value, FailureError)
 
 
+def test_a_slow_listing_serves_many_questions(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for each of many units would otherwise take one listing each, as the answer is old at once."""
+    clock, listings = [0.0], []
+
+    def list_slowly(directory: Path, depth: int) -> dict[str, dict[str, Any]]:
+        clock[0] += 3
+        listings.append(directory)
+        return {"7": {"size": 1}}
+
+    monkeypatch.setattr(objects, "list_objects", list_slowly)
+    monkeypatch.setattr(objects.time, "monotonic", lambda: clock[0])
+    objects.forget_listings()
+    directory = objects.local_directory(f"{ADDRESS}/units")
+    assert [n for n in range(100) if objects.existed_recently(directory / str(n))] == [7]
+    assert len(listings) == 1
+    clock[0] += 3
+    assert objects.existed_recently(directory / "7") and len(listings) == 2
+    objects.forget_listings()
+
+
 def test_a_lease_in_a_store_has_one_holder(files: Path) -> None:
     directory = objects.local_directory("bucket://one/leases")
     leases = [Lease(directory, "work", seconds=0.6) for _ in range(8)]
@@ -168,6 +188,7 @@ def test_jobs_share_s3_while_the_server_fails_and_restarts(tmp_path: Path, root:
     sources = [{"files": f"{i}.jsonl", "limit": 40} for i in range(5)]
     data = {"dir": "s3://data/made", "root": str(root), "tokenizer": str(tiny_tokenizer())}
     data |= {"sequence_len": 32, "shards": 4, "sources": sources, "validation_fraction": 0.2}
+    data |= {"limit_tokens": 5000}
     recipe.write_text(yaml.safe_dump({"data": data}))
     with s3_server(tmp_path / "s3", free_port(), 0.03, 0.02, 0.05) as server:
         jobs = []
