@@ -24,9 +24,9 @@ setup: .venv/ready ## .venv with the exact versions of requirements.lock
 # pip installs torch first and separately, because this step chooses between the CPU and the CUDA build. Each build has
 # different hashes, and the lock does not have those from TORCH_ARGS, so this step checks no hashes. pip checks all other
 # packages against the lock, which has the hashes of the files for every platform. The lock is complete, so pip resolves
-# nothing (--no-deps): OpenICL's version limits would contradict it. setuptools builds the source packages. Python
-# compiles modules when they are first imported, which are few of all. Packages and project are separate targets, so that
-# an image keeps them in separate layers.
+# nothing (--no-deps): OpenICL's version limits would contradict it. setuptools builds the source packages. pip
+# compiles no modules: Python compiles the few that are used at their first import. Packages and project are separate
+# targets, so that an image keeps them in separate layers.
 .venv/packages: requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv

@@ -88,9 +88,9 @@ def list_objects(directory: Path, depth: int | None = None) -> dict[str, dict[st
 
 def describe_recently(path: Path) -> dict[str, Any] | None:
     """Return what the store lists about a file, or listed a moment ago."""
-    end, files = _listings.get(path.parent, (0.0, {}))
+    until, files = _listings.get(path.parent, (0.0, {}))
     began = time.monotonic()
-    if began >= end:
+    if began >= until:
         files = list_objects(path.parent, 1)
         listed = time.monotonic()
         _listings[path.parent] = listed + max(RECENT, listed - began), files

@@ -265,8 +265,8 @@ def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
     layer = norms + attention + (0 if setup.tiled else inner)
     layers = 1 if setup.checkpointing else sizes.layers
     # Gradients in flight take half a layer. Without MLPs it is all of it. Liger's MLP overwrites its inputs.
-    flight: float = layer if setup.tiled else width * (f + h) if liger_mlp else layer / 2
-    activations = setup.tokens * (layer * layers + flight)
+    in_flight: float = layer if setup.tiled else width * (f + h) if liger_mlp else layer / 2
+    activations = setup.tokens * (layer * layers + in_flight)
     if setup.checkpointing and not setup.offload_activations:
         activations += stored_bytes(sizes, setup)
     if setup.tiled:

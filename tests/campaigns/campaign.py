@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from emo.common.cli.progress import make_console
 from tests.conftest import REPO
 
 
@@ -36,9 +35,8 @@ class Campaign:
         """Print the table, write runs/NAME.json, and return 1 if a finding is not good, else 0."""
         table = Table("part", "what", "found", "")
         for row in self.rows:
-            texts = [escape(row[key]) for key in ("part", "what", "found")]  # they may contain [brackets]
-            table.add_row(*texts, "ok" if row["good"] else "FAILED")
-        Console().print(table)
+            table.add_row(row["part"], row["what"], row["found"], "ok" if row["good"] else "FAILED")
+        make_console().print(table)
         target = REPO / "runs" / f"{self.name}.json"
         target.parent.mkdir(exist_ok=True)
         target.write_text(

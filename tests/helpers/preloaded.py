@@ -1,4 +1,4 @@
-"""Import what ranks import and fill a cache that they fill. Tests fork ranks from a process that did this."""
+"""Import the libraries of a rank and fill their cache. Tests fork ranks from a process that imported this."""
 
 from __future__ import annotations
 

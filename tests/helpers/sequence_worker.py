@@ -1,8 +1,8 @@
 """Train a rank on shared rows: python -m tests.helpers.sequence_worker FILE BLOCK STEPS CASE...
 
 Rank 0 writes the loss of every step by case. A case is FAMILY/OBJECTIVE/STAGE/N, such as llama/emo/3/2.
-`train_plain` is the reference. It runs a plain optimizer on complete rows in one process, and SDPA with a
-mask instead of attention within each document.
+`train_plain` is the reference. It runs a plain optimizer on complete rows in one process. By default, its
+attention is SDPA with a mask. The ranks compute attention within each document.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ def test_the_best_settings_are_the_fastest_of_those_that_fit(
         plain = without[kernels.file, dataclasses.replace(kernels.setup, kernels=False)]
         assert kernels.time.elementwise < plain.time.elementwise
         assert kernels.memory.activations < plain.memory.activations
+        assert kernels.memory._replace(activations=0) == plain.memory._replace(activations=0)
     assert list(rows) == ["1", "2", "3", "recipe"]
     speeds = [int(rows[name][5].replace(",", "")) for name in "123"]
     assert speeds[0] >= speeds[1] >= speeds[2] and speeds[0] == pytest.approx(best.speed, abs=1)
