@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +76,11 @@ class Lease:
 
         A thread renews the lease and calls `renewed` each time.
         """
-        newest = self._newest()
+        return any(self._take(names, renewed) for names in self._files.name_lists())
+
+    def _take(self, names: Iterable[str], renewed: Callable[[], None] | None) -> bool:
+        """Try to take the lease, given the names of all lease files, which may be outdated."""
+        newest = self._newest(names)
         if newest is not None and _is_alive(self._files, newest, self.seconds):
             return False
         number = 0 if newest is None else _number(newest)
@@ -85,7 +89,7 @@ class Lease:
             self._files.create(name, json.dumps(Holder.current()._asdict()))
         except FileExistsError:
             return False
-        if self._newest() != name:  # others took and cleared the number while this process slept
+        if self._newest(self._files.names()) != name:  # others have taken and removed the number before
             self._files.remove(name)
             return False
         self.path = self.directory / name
@@ -97,11 +101,11 @@ class Lease:
 
     def is_held(self) -> bool:
         """Return whether this process still holds the lease."""
-        return self.path is not None and self._newest() in (self.path.name, None)
+        return self.path is not None and self._newest(self._files.names()) in (self.path.name, None)
 
     def holder(self) -> Holder | None:
         """Return the holder of the lease, or None if it cannot be read."""
-        newest = self._newest()
+        newest = self._newest(self._files.names())
         with contextlib.suppress(OSError):
             return None if newest is None else _read_holder(self._files, newest)
         return None
@@ -116,8 +120,8 @@ class Lease:
             self._files.clear(self.path.name)
         self.path = None
 
-    def _newest(self) -> str | None:
-        names = (name for name in self._files.names() if name.rpartition(".")[0] == self.name)
+    def _newest(self, names: Iterable[str]) -> str | None:
+        names = (name for name in names if name.rpartition(".")[0] == self.name)
         return max((name for name in names if _number(name) >= 0), default=None, key=_number)
 
     def _renew(self, name: str, renewed: Callable[[], None] | None) -> None:

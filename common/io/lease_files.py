@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import objects
@@ -23,6 +24,10 @@ class LeaseFiles:
     def names(self) -> list[str]:
         """Return the names of all files."""
         return [path.name for path in self.directory.glob("*")]
+
+    def name_lists(self) -> Iterator[list[str]]:
+        """Yield the names of all files for attempts to take a lease. All lists but the last may be outdated."""
+        yield self.names()
 
     def create(self, name: str, content: str) -> None:
         """Write a new file. Raises FileExistsError if it exists."""
@@ -63,7 +68,11 @@ class LeaseObjects(LeaseFiles):
         self._store, self._name = objects.locate(directory)
 
     def names(self) -> list[str]:
-        return list(objects.list_objects(self.directory, 1))
+        return list(objects.list_now(self.directory))
+
+    def name_lists(self) -> Iterator[list[str]]:
+        yield list(objects.last_listing(self.directory))  # often enough, and listing is slow
+        yield self.names()
 
     def create(self, name: str, content: str) -> None:
         self._store.create(f"{self._name}/{name}", content.encode())

@@ -89,11 +89,8 @@ def list_objects(directory: Path, depth: int | None = None) -> dict[str, dict[st
 def describe_recently(path: Path) -> dict[str, Any] | None:
     """Return what the store lists about a file, or listed a moment ago."""
     until, files = _listings.get(path.parent, (0.0, {}))
-    began = time.monotonic()
-    if began >= until:
-        files = list_objects(path.parent, 1)
-        listed = time.monotonic()
-        _listings[path.parent] = listed + max(RECENT, listed - began), files
+    if time.monotonic() >= until:
+        files = list_now(path.parent)
     return files.get(path.name)
 
 
@@ -102,9 +99,24 @@ def existed_recently(path: Path) -> bool:
     return describe_recently(path) is not None if in_store(path) else path.is_file()
 
 
+def list_now(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return what the store lists about each file in a directory, and remember it."""
+    began = time.monotonic()
+    files = list_objects(directory, 1)
+    listed = time.monotonic()
+    _listings[directory] = listed + max(RECENT, listed - began), files
+    return files
+
+
+def last_listing(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return what this process listed last in a directory, which may be old or nothing."""
+    return _listings.get(directory, (0.0, {}))[1]
+
+
 def forget_listings() -> None:
     """Let `describe_recently` and `existed_recently` ask the store again."""
-    _listings.clear()
+    for directory, (_, files) in _listings.items():
+        _listings[directory] = 0.0, files
 
 
 # Until when a listing is used, and its files, by directory.

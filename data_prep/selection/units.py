@@ -40,6 +40,7 @@ def complete_units(
         for number in left:
             if not done(number):
                 holder = _try_unit(number, directory, done, make) or holder
+        forget_listings()
         left = [number for number in left if not done(number)]
         if left and holder:
             if not told:
@@ -59,5 +60,4 @@ def _try_unit(number: int, directory: Path, done: Callable[[int], bool], make: C
         forget_listings()
         if not done(number):
             make(number)
-            forget_listings()
     return ""

@@ -70,7 +70,7 @@ def read_rows(step: int, block: int) -> dict[str, np.ndarray]:
     positions = np.empty_like(ids)
     labels = np.full_like(ids, IGNORE)
     for row in range(ROWS):
-        drawn = rng.choice(np.arange(1, block), max(4, block // 256), replace=False)
+        drawn = rng.choice(np.arange(1, block), max(4, block // 128), replace=False)
         starts = np.append(0, np.sort(drawn))
         positions[row] = np.arange(block) - np.repeat(starts, np.diff(starts, append=block))
         labels[row, :-1] = np.where(positions[row, 1:] > 0, ids[row, 1:], IGNORE)

@@ -22,6 +22,7 @@ from emo.common.io.lease import Lease, living_users, register_user
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig
 from emo.data_prep.selection import row_units
+from emo.data_prep.selection.units import complete_units
 from emo.data_prep.shards.format import is_prepared, open_prepared
 from tests.conftest import REPO
 from tests.helpers import object_store
@@ -158,6 +159,44 @@ def test_a_slow_listing_serves_many_questions(files: Path, monkeypatch: pytest.M
     clock[0] += 3
     assert objects.existed_recently(directory / "7") and len(listings) == 2
     objects.forget_listings()
+
+
+def test_a_unit_takes_few_listings(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listings, list_objects = [], objects.list_objects
+
+    def count(directory: Path, depth: int | None = None) -> dict[str, dict[str, Any]]:
+        listings.append(directory)
+        return list_objects(directory, depth)
+
+    monkeypatch.setattr(objects, "list_objects", count)
+    directory = objects.local_directory("bucket://one/many")
+    store, name = objects.locate(directory)
+    paths = [directory / str(number) for number in range(20)]
+    made: list[int] = []
+
+    def make(number: int) -> None:
+        store.write(f"{name}/{number}", [b""])
+        made.append(number)
+
+    complete_units(20, 0.5, directory, lambda n: objects.existed_recently(paths[n]), make, print)
+    assert made == [*range(10, 20), *range(10)] and len(listings) <= 2 * len(made) + 4
+
+
+def test_a_lease_is_taken_after_others_held_it(files: Path) -> None:
+    """The names that this process listed last are outdated. They name a number that others took or removed."""
+    directory = objects.local_directory("bucket://one/leases")
+    lease = Lease(directory, "work")
+    for _ in range(3):
+        before = dict(objects._listings)
+        for _ in range(2):  # on another host
+            other = Lease(directory, "work")
+            assert other.acquire()
+            other.release()
+        objects._listings.clear()
+        objects._listings.update(before)
+        assert lease.acquire() and not other.acquire() and lease.is_held()
+        lease.release()
+    assert [path.name for path in (files / "one/leases").glob("work*")] == ["work.000009"]
 
 
 def test_a_lease_in_a_store_has_one_holder(files: Path) -> None:
