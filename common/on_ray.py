@@ -36,6 +36,9 @@ def connect(cpus: int | None = None) -> Iterator[None]:
         except OSError as error:
             problem = f"RAY_ADDRESS={address} cannot be reached ({one_line(error)})"
             raise FailureError(f"{problem}. Correct or unset it", code="unreachable") from None
+        except (ValueError, RuntimeError) as error:  # no address, or another version of Ray or Python
+            problem = f"RAY_ADDRESS={address} cannot be used ({one_line(error)})"
+            raise UserError(f"{problem}. Correct or unset it", code="address") from None
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import Hashes
+from emo.common.io.objects import shown
 from emo.common.io.untrusted import read_json
 
 from .config import FORMAT, SETTINGS, DataConfig, describe_differences, differences
@@ -83,13 +84,13 @@ def check_settings(config: DataConfig, directory: Path) -> None:
         ) from None
     if version != FORMAT:
         raise UserError(
-            f"{config.dir} was prepared in format {version}, this version has {FORMAT}; {AGAIN}",
+            f"{shown(config.dir)} was prepared in format {version}, this version has {FORMAT}; {AGAIN}",
             code="other-version",
         )
     changed = differences(prepared, config)
     if changed:
         raise UserError(
-            f"{config.dir} was {describe_differences(changed)}. Set another data.dir, or {AGAIN}",
+            f"{shown(config.dir)} was {describe_differences(changed)}. Set another data.dir, or {AGAIN}",
             code="settings-differ",
         )
 

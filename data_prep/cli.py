@@ -11,15 +11,24 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from emo.common.cli.commands import Parser, add_recipe, announce, parse_arguments, parse_shard
+from emo.common.cli.commands import (
+    Parser,
+    add_recipe,
+    announce,
+    parse_arguments,
+    parse_directory,
+    parse_shard,
+)
 from emo.common.cli.progress import make_console
 from emo.common.cli.submit import add_schedulers, apply_job, check_schedulers, submit_array
 from emo.common.config.recipe import Section, read_recipe
 from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
-from emo.common.io.objects import address_of, local_directory
+from emo.common.io.objects import in_store, shown
 from emo.common.text import counted, printable
 
 from .config import DataConfig, load_data_config
+
+JOBS = 4  # of a scheduler
 
 
 def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> int:
@@ -41,7 +50,7 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
         examples=["emo inspect runs/quickstart/data/pretrain --rows 1"],
     )
     about = "prepared directory or its address, or one split of a directory"
-    inspect.add_argument("directory", type=local_directory, metavar="DIR", help=about)
+    inspect.add_argument("directory", type=parse_directory, metavar="DIR", help=about)
     inspect.add_argument("--rows", type=int, default=3, help="number of rows to show (%(default)s)")
     inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows (%(default)s)")
     text = "show these rows instead, for example of bad_batches.jsonl in a run directory"
@@ -54,7 +63,7 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
         examples=["emo verify runs/quickstart/data/pretrain"],
         notes={ExitCode.MISTAKE: "the data are damaged, or invalid input"},
     )
-    verify.add_argument("directory", type=local_directory, metavar="DIR", help=about)
+    verify.add_argument("directory", type=parse_directory, metavar="DIR", help=about)
     sniff = commands.add_parser(
         "sniff",
         description="Detect the format of a data file, show how three of its rows are parsed, and print the "
@@ -95,8 +104,8 @@ def _add_prepare(commands: Any, section: type[Section]) -> None:
     add("--finish", action="store_true", help="only write the manifests of existing shards")
     add("--force", action="store_true", help="delete the prepared data and start from scratch")
     add_schedulers(add)
-    text = "number of jobs of --on slurm or --on kubernetes (%(default)s)"
-    add("--jobs", type=_positive, default=4, metavar="N", help=text)
+    text = f"number of jobs of --on slurm or --on kubernetes ({JOBS})"
+    add("--jobs", type=_positive, metavar="N", help=text)
 
 
 def _add_plan(commands: Any, section: type[Section]) -> None:
@@ -128,7 +137,7 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 
         print_forecast(config, args.machines, args.workers, _say)
     elif args.command == "inspect":
-        announce(args.directory)
+        announce(shown(args.directory))
         from .shards.format import copy_prepared
         from .shards.inspect import inspect
         from .shards.verify import data_sets
@@ -137,11 +146,11 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         for split in data_sets(args.directory)[: 1 if args.at else None]:
             inspect(split, args.rows, args.seed, make_console(), args.at)
     elif args.command == "verify":
-        announce(args.directory)
+        announce(shown(args.directory))
         from .shards.format import copy_prepared
         from .shards.verify import verify
 
-        copy_prepared(args.directory)
+        copy_prepared(args.directory, again=True)
         correct, faults = verify(args.directory)
         for line in correct:
             _say(line)
@@ -166,6 +175,8 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
     """Run one job here, or all jobs on a scheduler."""
     check_schedulers(args)
+    if args.jobs and args.on not in ("slurm", "kubernetes"):
+        raise UserError("--jobs needs --on slurm or --on kubernetes", code="option-needs")
     if args.on in ("slurm", "kubernetes") and args.force:
         raise UserError(f"--on {args.on} cannot be combined with --force. Remove it", code="options-clash")
     if args.on in ("slurm", "kubernetes"):
@@ -185,18 +196,20 @@ def _prepare(args: argparse.Namespace, config: DataConfig) -> None:
 
 def _submit(args: argparse.Namespace, config: DataConfig) -> None:
     """Submit the jobs of a preparation to Slurm or Kubernetes."""
+    jobs = args.jobs or JOBS
     if args.on == "slurm":
         words = [str(args.recipe), *args.overrides]
         options = ["--cpus-per-task", str(args.workers)] if args.workers else []
-        array, last = submit_array("prepare.sbatch", words, args.jobs, options)
-        _say(f"submitted: job {array} of {counted(args.jobs, 'task')}, then job {last} completes the data")
+        array, last = submit_array("prepare.sbatch", words, jobs, options)
+        _say(f"submitted: job {array} of {counted(jobs, 'task')}, then job {last} completes the data")
         _say(f"train after it: sbatch --dependency afterok:{last} launch/slurm/train.sbatch ...")
-        _say(f"see its progress: emo top {address_of(config.dir) or config.dir}")
+        _say(f"see its progress: emo top {shown(config.dir)}")
         return
     import yaml
 
     text = yaml.safe_dump(read_recipe(args.recipe, args.overrides), sort_keys=False)
-    for line in apply_job(args.overlay, "prepare", args.jobs, {}, text):
+    shared = [] if in_store(config.dir) else [config.dir]
+    for line in apply_job(args.overlay, "prepare", jobs, {}, text, shared, args.workers):
         _say(line)
 
 

@@ -23,7 +23,7 @@ from .prepare import NOTE, Preparation, Say
 from .selection.arrow import numbers_of
 from .selection.plan import ShardPart
 from .selection.row_units import UNIT_ROWS
-from .selection.scan import scanner
+from .selection.scan import divide_into_units, scanner
 from .shards.cost_table import Record
 from .shards.costs import FILES, FORECAST, MIB, Costs, peak_memory, read_costs
 from .shards.encode import Encoded, encoding
@@ -89,7 +89,7 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
     prepared = config.dir / SETTINGS
     differs = prepared.is_file() and sha256(prepared) != settings
     measured = None if differs else read_costs(config.dir)
-    costs = _predict(config, sample, total, machines, workers)
+    costs = _predict(config, inputs, sample, machines, workers)
     for name, text in costs.shown().items():
         say(f"  {name}: {text}" + ("" if measured is None else f", measured {measured.shown()[name]}"))
     if differs:
@@ -121,7 +121,7 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
             continue
         reader = inputs[number]
         following = reader.pieces(begin)  # keeps the file open: the position of a closed file is its end
-        found = list(islice(following, PIECES))
+        found = list(islice(following, PIECES if reader.cuttable else PIECES * PLACES // 2))
         if not found:
             continue
         # Compressed files are read ahead, so the stored bytes are divided by the lengths of the pieces.
@@ -181,8 +181,11 @@ def _time(function: Callable[[T], U], items: Sequence[T]) -> tuple[list[U], floa
     return results, time.process_time() - clock
 
 
-def _predict(config: DataConfig, sample: Sample, total: int, machines: int, workers: int) -> Costs:
-    """Return the costs of sources of `total` bytes on each of the machines, from those of a sample."""
+def _predict(
+    config: DataConfig, inputs: list[SourceReader], sample: Sample, machines: int, workers: int
+) -> Costs:
+    """Return the costs of the machine with the most work, from those of a sample."""
+    total = sum(reader.size for reader in inputs)
     share = total / sample.stored
     rows = sample.rows * share
     seconds, unit = SELECTION[config.dedup]
@@ -190,13 +193,15 @@ def _predict(config: DataConfig, sample: Sample, total: int, machines: int, work
     # The main process writes what the workers encode. Without workers it does both.
     making = max(encoding_seconds / workers, writing) if workers > 1 else encoding_seconds + writing
     process = peak_memory(1)
-    writers = min(machines, config.shards)
-    scanning, selection = sample.scanning * share / machines, rows * seconds / machines
+    mine = -(-config.shards // machines) / config.shards  # part of the shards of the job that makes the most
+    largest = max(unit.size for unit in divide_into_units(inputs)) / total  # no two jobs share a unit
+    scanning = sample.scanning * share * max(largest, 1 / machines)
+    selection = rows * seconds / min(machines, -(-rows // UNIT_ROWS))
     return Costs(
         reading=scanning / workers,
         selection=selection,
-        shards=making / writers,
-        cpu=scanning + selection + (encoding_seconds + writing) / writers,
+        shards=making * mine,
+        cpu=scanning + selection + (encoding_seconds + writing) * mine,
         memory=process * (1 + workers * (workers > 1)) + min(rows, UNIT_ROWS) * unit,
         workers=workers,
     )

@@ -48,7 +48,7 @@ from emo.common.io.files import (
 )
 from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
 from emo.common.io.mirror import refresh
-from emo.common.io.objects import address_of, existed_recently, in_store
+from emo.common.io.objects import existed_recently, in_store, shown
 from emo.common.parallel import WorkerPool
 from emo.common.text import counted
 
@@ -80,6 +80,7 @@ from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import Selection
 from .selection.similarity import contamination
+from .selection.stages import EndedError
 from .selection.token_limit import TokenLimit
 from .shards import costs
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
@@ -149,10 +150,12 @@ def _plan_rows(job: Preparation, begin: float) -> None:
             if not plan.is_file():
                 selection.share(lambda: job.draft(scan, selection))
         selection.share(lambda: job.limit(selection))
-    with job.lock_planning():
-        if not plan.is_file():
-            job.make_plan(scan, selection)
-        job.clear()  # also the local copies on this host
+    finished = False
+    while not finished:  # another job takes over from one that was stopped for long
+        with job.lock_planning():
+            finished = plan.is_file() or job.make_plan(scan, selection)
+            if finished:
+                job.clear()  # also the local copies on this host
 
 
 def prepare(
@@ -219,8 +222,9 @@ class Preparation:
         self.config = config
         self.workers = workers
         self.say = say
-        self.new = config.dir / NEW
-        self.name = address_of(config.dir) or str(config.dir)
+        self.new = config.dir.absolute() / NEW  # pyarrow takes a relative name with a colon for an address
+        self.planning = Lease(config.dir / PLANNING, "plan")
+        self.name = shown(config.dir)
         self.stopwatch = costs.Stopwatch()
 
     def refresh(self) -> None:
@@ -232,9 +236,9 @@ class Preparation:
     @contextlib.contextmanager
     def lock_planning(self) -> Iterator[None]:
         """Let no other job plan during a block, which has the files of earlier plans."""
-        lease = Lease(self.config.dir / PLANNING, "plan")
+        self.planning = Lease(self.config.dir / PLANNING, "plan")
         with wait_and_hold(
-            lease, lambda holder: self.say(f"another job is planning ({holder}); waiting for it")
+            self.planning, lambda holder: self.say(f"another job is planning ({holder}); waiting for it")
         ):
             self.refresh()
             yield
@@ -246,10 +250,11 @@ class Preparation:
         the new plan is complete and nothing can fail any more.
         """
         directory = self.config.dir
+        name = self.name
         others = living_users(directory / JOBS)
         if others and (force or not (self.new / SETTINGS).is_file()):
             raise UserError(
-                f"another job ({others[0]}) is using {directory}. Wait for it, or set another data.dir",
+                f"another job ({others[0]}) is using {name}. Wait for it, or set another data.dir",
                 code="in-use",
             )
         if others:
@@ -259,13 +264,14 @@ class Preparation:
             check_settings(self.config, directory)
         if not force and any(directory.glob(f"*/{MANIFEST}")):
             raise UserError(
-                f"{directory} holds prepared data without {PLAN}. Run prepare with --force", code="plan-gone"
+                f"{name} holds prepared data without {PLAN}. Run prepare with --force", code="plan-gone"
             )
         patterns = (*OF_ALL, *OF_SPLITS, *UNFINISHED, MARKER, costs.FORECAST, f"{PLANNING}/*", f"{JOBS}/*")
         other = next(find_foreign_files(directory, patterns), None)
         if other is not None:
             raise UserError(
-                f"{other} was not made by prepare. Move it, or set another data.dir", code="foreign-file"
+                f"{shown(other)} was not made by prepare. Move it, or set another data.dir",
+                code="foreign-file",
             )
         self.set_up(force)
         if force:
@@ -324,7 +330,9 @@ class Preparation:
         save_tokenizer(source, self.config.tokenizer_revision, self.new / TOKENIZER)
 
     def clear(self, patterns: tuple[str, ...] = UNFINISHED) -> None:
-        """Remove files in `.new`."""
+        """Remove files in `.new`, unless another job has taken over the planning and uses them."""
+        if not self.planning.is_held():
+            return
         remove_matching(self.config.dir, patterns)
         for directory in (self.new / SCAN, self.new):
             with contextlib.suppress(OSError):
@@ -399,10 +407,13 @@ class Preparation:
         with WorkerPool(self.workers, counting, encode) as pool, self.stopwatch.time("selection"):
             return TokenLimit(self.config, plan, pool, selection)
 
-    def make_plan(self, scan: Scan, selection: Selection | None) -> None:
-        """Make the plan of the selected rows and publish it with its files. Raises UserError, see `draft`."""
+    def make_plan(self, scan: Scan, selection: Selection | None) -> bool:
+        """Make the plan of the selected rows and publish it with its files. Raises UserError, see `draft`.
+
+        Returns False if another job has done so or has taken over.
+        """
         assert selection is not None, "the plan was removed"
-        selection.share(lambda: self._finish_plan(scan, selection))
+        return selection.share(lambda: self._finish_plan(scan, selection))
 
     def _finish_plan(self, scan: Scan, selection: Selection) -> None:
         plan = self.draft(scan, selection)
@@ -413,6 +424,8 @@ class Preparation:
         for line in (*describe_columns(plan.summary), *plan.summary.pop("notes")):
             self.say(line)
         plan.save(self.new / PLAN)
+        if not self.planning.is_held():  # it was stopped, or had no network, for too long
+            raise EndedError
         self._publish()
         hashes.save()
 
@@ -473,15 +486,25 @@ class Preparation:
         """Return the plan, its sources and its tokenizer. Raises UserError if the recipe has others."""
         config = self.config
         check_settings(config, config.dir)
-        try:
-            plan = Plan.load(config.dir / PLAN)
-        except Exception as error:  # pyarrow and zlib raise many classes for a damaged file
-            raise UserError(
-                f"{config.dir / PLAN} is damaged ({one_line(error)}); {AGAIN}", code="plan-damaged"
-            ) from None
+        plan = self._read_plan()
         sources = check_inputs(config, plan, hashes)
         check_tokenizer(config, plan)
         return LoadedPlan(plan, sources, read_tokenizer(config.dir / TOKENIZER)[0])
+
+    def _read_plan(self) -> Plan:
+        """Return the plan. Raises UserError if it is damaged, in its store if it belongs to one."""
+        path = self.config.dir / PLAN
+        again = in_store(path)
+        while True:
+            try:
+                return Plan.load(path.absolute())
+            except Exception as error:  # pyarrow and zlib raise many classes for a damaged file
+                if not again:
+                    problem = f"{shown(path)} is damaged ({one_line(error)})"
+                    raise UserError(f"{problem}; {AGAIN}", code="plan-damaged") from None
+            again = False
+            path.unlink(missing_ok=True)
+            self.refresh()
 
     def find_missing(self, hashes: Hashes, job: tuple[int, int]) -> list[int]:
         """Return the shards of a job that are missing, or differ from their note, manifest or hash.

@@ -15,10 +15,17 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from emo.common.cli.commands import ALWAYS, Parser, add_recipe, announce, parse_arguments, parse_shard
+from emo.common.cli.commands import (
+    ALWAYS,
+    Parser,
+    add_recipe,
+    announce,
+    parse_arguments,
+    parse_directory,
+    parse_shard,
+)
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of
-from emo.common.io.objects import local_directory
 from emo.common.text import printable
 
 from .config import RunConfig, load_config
@@ -75,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     top.set_defaults(work=_top)
     about = "output_dir of the run's recipe, or its data.dir"
-    top.add_argument("run", type=local_directory, metavar="RUN_DIR", help=about)
+    top.add_argument("run", type=parse_directory, metavar="RUN_DIR", help=about)
     export = commands.add_parser(
         "export-model",
         description="Export a checkpoint as a Hugging Face model, on the CPU. It may have been saved without "

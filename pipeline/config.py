@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from emo.common.config.recipe import FREE, Section, mark, parse_section, read_recipe
 from emo.common.errors import UserError
+from emo.common.io.objects import is_address
 from emo.data_prep.config import DataConfig
 
 from .batches.config import BatchConfig
@@ -47,6 +48,13 @@ class RunConfig(Section):
     deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
     """DeepSpeed configuration, relative to the repository or working directory. A resumed run needs the same
     content."""
+
+    @field_validator("output_dir")
+    @classmethod
+    def _is_local(cls, value: Path) -> Path:
+        if is_address(str(value)):
+            raise ValueError("a run needs a directory of this machine. train.copy_to copies it to a store")
+        return value
 
     @model_validator(mode="after")
     def _trained(self) -> RunConfig:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ExitCode, similar
+from ..io.objects import is_address, local_directory
 from ..text import printable
 
 if TYPE_CHECKING:
@@ -125,6 +126,14 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(index), int(jobs)
 
 
+def parse_directory(text: str) -> Path:
+    """Parse a directory or its address, as `local_directory` does. Raises ArgumentTypeError."""
+    try:
+        return local_directory(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
 def announce(subject: object, loaded: str = "libraries") -> None:
     """Print the command's subject to stderr before slow imports or loading weights."""
     print(printable(f"{subject}: loading {loaded}"), file=sys.stderr, flush=True)
@@ -149,6 +158,10 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if unknown:
         args.overrides = [*args.overrides, *unknown]
+    for name, value in vars(args).items():
+        paths = value if isinstance(value, list) else [value]
+        if address := next((p for p in paths if isinstance(p, Path) and is_address(str(p))), None):
+            parser.error(f"{name}: {address} is an address. Use a directory or a file of this machine")
     return args
 
 

@@ -17,6 +17,7 @@ from ..text import counted
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 COMPONENT = "app.kubernetes.io/component"
 RECIPE_FILE = "recipe.yaml"
+CHECKOUT = Path("/emo")  # the working directory in the image
 KUBERNETES = "kubernetes"
 SCHEDULERS = ("ray", "slurm", KUBERNETES)
 
@@ -75,7 +76,7 @@ def submit_file(scheduler: str, file: Path) -> str:
 
 def apply_job(
     overlay: Path, component: str, jobs: int, values: dict[str, str],
-    recipe: str | None = None, shared: Sequence[Path] = (),
+    recipe: str | None = None, shared: Sequence[Path] = (), cpus: int | None = None,
 ) -> list[str]:  # fmt: skip
     """Apply a job of a kustomize directory to Kubernetes, with the resources that all jobs share.
 
@@ -86,6 +87,7 @@ def apply_job(
         values: Variables of the pods' environment.
         recipe: The text of a recipe, which the pods read from a config map.
         shared: Files and directories that the pods must share.
+        cpus: CPUs of a pod, by default those in the overlay.
 
     Returns lines for the user. Jobs cannot be changed, so those without a recipe are named by their values.
     """
@@ -95,6 +97,8 @@ def apply_job(
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     _check_shared(pod, container, shared)
+    if cpus is not None:
+        container["resources"]["requests"]["cpu"] = str(cpus)
     if recipe is None:
         metadata["name"] += f"-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]}"
     else:
@@ -139,7 +143,7 @@ def _check_shared(pod: dict[str, Any], container: dict[str, Any], paths: Sequenc
     claims = [volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in claims]
     for path in paths:
-        if not any(Path(os.path.normpath(path)).is_relative_to(mount) for mount in mounts):
+        if not any(Path(os.path.normpath(CHECKOUT / path)).is_relative_to(mount) for mount in mounts):
             problem = f"{path} is not on the volume that the pods share"
             raise UserError(f"{problem}. Use a path below {' or '.join(mounts)}", code="not-shared")
 

@@ -186,7 +186,7 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
     except OSError as error:
         reason = f"cannot be written: {error.strerror or one_line(error)}"
     if reason:
-        name = objects.address_of(directory) or directory
+        name = objects.shown(directory)
         raise UserError(f"{setting}={name} {reason}; set another {setting}", code="not-claimed")
 
 

@@ -33,7 +33,7 @@ WRITING_SECONDS = 5.0  # until an empty lease file counts as abandoned
 class Holder(NamedTuple):
     """The process in a lease file, unique by machine, process id and start time."""
 
-    machine: str  # host name and process namespace, because containers number their own processes
+    machine: str  # host name, process namespace of a container, and boot, as hosts may share the others
     pid: int
     started: float | None  # see `_start_time`
     since: float  # when it took the lease, in seconds since the epoch
@@ -42,8 +42,9 @@ class Holder(NamedTuple):
     @staticmethod
     def current() -> Holder:
         """Return this process."""
-        namespace = Path("/proc/self/ns/pid")
+        namespace, boot = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
         machine = f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
+        machine += f":{boot.read_text(encoding='utf-8').strip() if boot.exists() else ''}"
         return Holder(machine, os.getpid(), _start_time(os.getpid()), time.time())
 
     @property

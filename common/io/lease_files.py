@@ -26,7 +26,7 @@ class LeaseFiles:
         return [path.name for path in self.directory.glob("*")]
 
     def name_lists(self) -> Iterator[list[str]]:
-        """Yield the names of all files for attempts to take a lease. All lists but the last may be outdated."""
+        """Yield the names of all files. All lists but the last may be outdated."""
         yield self.names()
 
     def create(self, name: str, content: str) -> None:

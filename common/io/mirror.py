@@ -45,18 +45,26 @@ def _copy_version(path: Path, info: Mapping[str, object]) -> None:
         os.utime(sink.fileno(), ns=(time, time))
 
 
-def copy_verified(files: Mapping[Path, str], hashes: Hashes) -> None:
-    """Download the files that have no local copy with their sha256. Raises UserError for another content."""
+def copy_verified(files: Mapping[Path, str], hashes: Hashes, again: bool = False) -> None:
+    """Download the files that have no local copy with their sha256, or all files if `again`.
+
+    Raises UserError for a file that is missing or has another content.
+    """
+    cure = "Delete it, and run `emo prepare RECIPE` again"
 
     def copy(path: Path, digest: str) -> None:
-        if path.is_file() and hashes.sha256(path) == digest:
+        if not again and path.is_file() and hashes.sha256(path) == digest:
             return
         with part_file(path, Path.replace) as sink:
-            _download(path, sink)
+            try:
+                _download(path, sink)
+            except FileNotFoundError:
+                problem = f"{objects.address_of(path)} is missing"
+                raise UserError(f"{problem}. Run `emo prepare RECIPE` again", code="damaged-data") from None
             sink.seek(0)
             if hashlib.file_digest(sink, "sha256").hexdigest() != digest:  # type: ignore[arg-type]
                 problem = f"{objects.address_of(path)} has another content than its manifest lists"
-                raise UserError(f"{problem}. Run `emo prepare RECIPE` again", code="damaged-data")
+                raise UserError(f"{problem}. {cure}", code="damaged-data")
         hashes.sha256(path)
 
     with ThreadPoolExecutor(THREADS) as pool:

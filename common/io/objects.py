@@ -29,12 +29,17 @@ def local_directory(text: str) -> Path:
 
     Raises ValueError for an address without a bucket and a directory, or with a password.
     """
-    if "://" not in text:
+    if not is_address(text):
         return Path(text)
     match = ADDRESS.fullmatch(text)
     if match is None or {".", ".."} & {*match[2].split("/")}:
         raise ValueError("an address is written like s3://BUCKET/DIRECTORY")
     return mirrors() / match[1] / match[2]
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an address, also one whose second slash is missing or was removed by Path."""
+    return re.match(r"[a-z][a-z0-9]+:/", text) is not None
 
 
 def mirrors() -> Path:
@@ -48,6 +53,11 @@ def address_of(path: Path) -> str | None:
         return None
     scheme, *parts = path.relative_to(root).parts
     return f"{scheme}://{'/'.join(parts)}"
+
+
+def shown(path: Path) -> str:
+    """Return the address of a file of a store, or the path of another file, for messages."""
+    return address_of(path) or str(path)
 
 
 def in_store(path: Path) -> bool:

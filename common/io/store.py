@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import IO
 
 # Packages for stores without directories, by scheme.
 NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-VERSION = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", "generation", "md5hash")
+VERSION = ("size", "etag", "lastmodified", "mtime", "updated", "generation", "md5hash")
 
 
 def version_of(info: Mapping[str, object]) -> list[str]:
-    """Return the size, version and times of a file in its file system."""
-    return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in VERSION]
+    """Return the size, version and times of a file in its file system.
+
+    They are the same from a listing and from a query of the file. Stores use other keys, time zones and
+    fractions of seconds in the two.
+    """
+    found = {}
+    for key, value in info.items():
+        time = int(value.timestamp()) if isinstance(value, datetime) else value
+        found[key.lower().replace("-", "").replace("_", "")] = str(time)
+    return [found[name] for name in VERSION if name in found]
 
 
 class Store(ABC):

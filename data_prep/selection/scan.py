@@ -181,7 +181,7 @@ class Scan:
         self._keys = []  # a part with another key was made from something else
         for unit in self.units:
             read = [inputs[stretch.input] for stretch in unit.stretches]
-            origins = [(reader.name, reader.size, reader.state) for reader in read]
+            origins = [(reader.name, reader.size, reader.mark()) for reader in read]
             text = json.dumps([made_with, unit.stretches, origins], sort_keys=True)
             self._keys.append(hashlib.sha256(text.encode()).hexdigest())
 

@@ -247,7 +247,7 @@ def _quotas(training: Totals, limit: int, inputs: int) -> np.ndarray | None:
     total = int(available.sum())
     if total <= limit:
         return None
-    quota = available * limit // total
+    quota = (available.astype(object) * limit // total).astype(np.int64)  # the product may exceed int64
     sources = np.flatnonzero(available)
     by_remainder = np.argsort((quota - available * (limit / total))[sources], kind="stable")
     quota[sources[by_remainder][: limit - int(quota.sum())]] += 1

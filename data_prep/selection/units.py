@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from emo.common.errors import FailureError
 from emo.common.io.lease import Lease, hold_if_free
-from emo.common.io.objects import forget_listings
+from emo.common.io.objects import forget_listings, shown
 
 LEASES = 64  # in a directory
 POLL = 0.5  # longest time between checks of other jobs, in seconds
@@ -30,16 +31,27 @@ def complete_units(
         done: Returns whether a unit exists or is not needed any more.
         make: Makes a unit.
         waiting: Is called once if only units of other jobs are left, with their count and one of the jobs.
+
+    Raises FailureError for a unit that does not exist after it was made.
     """
     start = int(first * count)
     left = [*range(start, count), *range(start)]
     pause = POLL / 32
     told = False
+    made: set[int] = set()
+
+    def make_once(number: int) -> None:
+        if number in made:
+            problem = f"{shown(directory)} has lost a file that was just written"
+            raise FailureError(f"{problem}. Check its disk or store", code="file-lost")
+        made.add(number)
+        make(number)
+
     while left:
         holder = ""
         for number in left:
             if not done(number):
-                holder = _try_unit(number, directory, done, make) or holder
+                holder = _try_unit(number, directory, done, make_once) or holder
         forget_listings()
         left = [number for number in left if not done(number)]
         if left and holder:

@@ -32,7 +32,7 @@ from emo.common.errors import UserError, one_line
 from emo.common.io.files import Hashes, exists
 from emo.common.io.lease import Lease, wait_and_hold
 from emo.common.io.mirror import copy_verified, refresh
-from emo.common.io.objects import address_of, mirrors
+from emo.common.io.objects import address_of, mirrors, shown
 from emo.common.io.untrusted import read_json
 
 from ..config import FORMAT, MANIFEST, MAX_TOKENS, SETTINGS, TRAIN, DataConfig, check_prepared, split_of
@@ -143,7 +143,7 @@ def parse_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST
     if not file.is_file():
         state = "is not complete" if directory.is_dir() else "does not exist"
-        name = address_of(directory) or directory
+        name = shown(directory)
         raise UserError(f"prepared data {name} {state}; {AGAIN}", code="not-prepared")
     try:
         tree = read_json(file, MANIFEST_BYTES)
@@ -425,11 +425,11 @@ def is_prepared(config: DataConfig) -> bool:
     return exists(config.dir / TRAIN / MANIFEST)
 
 
-def copy_prepared(directory: Path) -> None:
+def copy_prepared(directory: Path, again: bool = False) -> None:
     """Copy prepared data from the store that they belong to, if any. One process of a host copies.
 
-    Files that this host has are compared by version or hash, and not copied again. Raises UserError for a
-    shard with another hash than in its manifest.
+    Files that this host has are compared by version or hash, and not copied again, except with `again` the
+    shards. Raises UserError for a shard that is missing or has another hash than in its manifest.
     """
     address = address_of(directory)
     if address is None:
@@ -439,7 +439,7 @@ def copy_prepared(directory: Path) -> None:
         refresh(directory, COPIED)
         splits = [file.parent for file in directory.glob(f"*/{MANIFEST}")]
         shards = {split / info.file: info.sha256 for split in splits for info in read_manifest(split).shards}
-        copy_verified(shards, Hashes(directory / HASHES))
+        copy_verified(shards, Hashes(directory / HASHES), again)
 
 
 def open_prepared(config: DataConfig) -> tuple[TokenDataset, dict[str, TokenDataset]]:

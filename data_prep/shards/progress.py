@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from emo.common.io.files import exists, list_files, match_name
-from emo.common.io.objects import address_of, in_store, list_objects
+from emo.common.io.objects import in_store, list_objects, shown
 from emo.common.text import counted
 
 from ..config import MANIFEST, MARKER
@@ -32,4 +32,4 @@ def describe_progress(directory: Path) -> str:
         complete = ", complete" * (f"{split}/{MANIFEST}" in names)
         total = int(made[0].rpartition("-")[2].removesuffix(".arrow"))
         lines.append(f"{split} has {len(made)} of {counted(total, 'shard')}{complete}")
-    return f"{address_of(directory) or directory}: {'; '.join(lines) or 'nothing is made yet'}"
+    return f"{shown(directory)}: {'; '.join(lines) or 'nothing is made yet'}"

@@ -107,3 +107,9 @@ def file_state(path: File | None, refresh: bool = False) -> list[Any]:
         files = sorted(path.rglob("*")) if path.is_dir() else []
         return [signature(file) for file in (path, *files) if file.exists()]
     return [] if path is None else path.state(refresh)
+
+
+def file_mark(path: File | None) -> list[Any]:
+    """Return values like `file_state` that are the same for copies of a file that have its time."""
+    state = file_state(path)
+    return [[size, time] for size, time, *_ in state] if isinstance(path, Path) else state

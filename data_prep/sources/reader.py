@@ -18,7 +18,7 @@ from typing import IO, Any, ClassVar, NamedTuple
 from emo.common.errors import UserError
 
 from ..config import Source
-from .files import AGAIN, File, file_state, identify_file
+from .files import AGAIN, File, file_mark, file_state, identify_file
 from .rows import cut_positions
 from .spec import Payload, RowSpec
 
@@ -95,6 +95,10 @@ class SourceReader(ABC):
     def pinned(self) -> dict[str, object]:
         """Return what identifies the content: the hash of a file, or the revision of a data set."""
         return identify_file(self.path)
+
+    def mark(self) -> object:
+        """Return values that change with the content, and are the same on all hosts that have it."""
+        return self.pinned() if self.source.embedded else file_mark(self.path)
 
     def probe(self) -> None:
         """Raise UserError if the file cannot be opened."""

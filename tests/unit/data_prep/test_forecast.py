@@ -6,10 +6,12 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from emo.__main__ import main
-from emo.data_prep.forecast import print_forecast
+from emo.data_prep.checks import planned_inputs
+from emo.data_prep.forecast import Sample, _predict, print_forecast
 from emo.data_prep.shards.cost_table import cost_tables
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 from tests.helpers.refusals import refused
@@ -83,6 +85,30 @@ def test_plan_data_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     recipe.write_text(f"data: {{{places}, sources: [{{files: a.jsonl}}]}}")
     assert main(["plan", "--data", str(recipe), "--machines", "2"]) == 0
     assert "on 2 machines" in capsys.readouterr().out
+
+
+def test_a_large_compressed_file_is_read_ahead(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = (
+        json.dumps({"text": " ".join(row)}) + "\n"
+        for row in rng.integers(0, 1 << 40, (30_000, 8)).astype(str)
+    )
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(rows).encode(), 1))
+    lines: list[str] = []
+    print_forecast(data_config(tmp_path, sources=[{"files": "a.jsonl.gz"}]), 1, 1, lines.append)
+    assert 0.9 * 30_000 <= int(lines[0].split()[-2].replace(",", "")) <= 1.1 * 30_000
+
+
+def test_machines_do_not_share_a_compressed_file_or_a_shard(tmp_path: Path) -> None:
+    for name, count in (("a", 3000), ("b", 1000)):
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in texts(count))
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    sources = [{"files": f"{name}.jsonl.gz", "limit": 9000} for name in "ab"]
+    config = data_config(tmp_path, sources=sources, shards=4)
+    inputs = planned_inputs(config)
+    one, three = (_predict(config, inputs, Sample(1, 10, 10, 1, 1, 1), n, 1) for n in (1, 3))
+    assert three.shards == pytest.approx(one.shards / 2)
+    assert three.reading / one.reading == pytest.approx(inputs[0].size / sum(each.size for each in inputs))
 
 
 def test_a_small_compressed_file_has_a_forecast(tmp_path: Path) -> None:

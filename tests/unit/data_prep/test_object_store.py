@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import yaml
 from emo.common.errors import FailureError
 from emo.common.io import fsspec_store, objects
 from emo.common.io.lease import Lease, living_users, register_user
+from emo.common.io.store import version_of
+from emo.data_prep import prepare as preparing
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig
 from emo.data_prep.selection import row_units
@@ -113,6 +116,79 @@ def test_local_copies_follow_the_store(
         open_prepared(config)
 
 
+def test_verify_reads_the_store(files: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The host that prepared the data has good copies. Its advice leads to good data in the store."""
+    config = config_of(root, train_tokenizer=300)
+    run(config)
+    good = file_bytes(files / "one/data")
+    shard = files / "one/data/train/shard-00001-of-00004.arrow"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert main(["verify", ADDRESS]) == 2
+    shard.unlink()
+    assert main(["verify", ADDRESS]) == 2
+    assert capsys.readouterr().err.count("[damaged-data]") == 2
+    run(config)
+    assert main(["verify", ADDRESS]) == 0 and file_bytes(files / "one/data") == good
+    copy = config.dir / "plan.parquet"
+    copy.write_bytes(bytes(copy.stat().st_size))
+    assert "already prepared" in run(config)[0]
+
+
+def test_a_job_that_was_stopped_for_long_removes_nothing(
+    files: Path, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job takes over the planning meanwhile, and makes all shards."""
+    config = config_of(root)
+    made = {}
+    hash_sources = preparing.Preparation._hash_sources
+
+    def stop(job: preparing.Preparation, *arguments: Any) -> Any:
+        hashes = hash_sources(job, *arguments)
+        if not made:
+            made["times"] = None
+            job.planning._stop.set()
+            os.utime(files / "one/data/.planning" / job.planning.path.name, (0, 0))  # type: ignore[union-attr]
+            with monkeypatch.context() as other_host:
+                other_host.setenv("EMO_MIRRORS", str(tmp_path / "other"))
+                run(config_of(root))
+            made["times"] = {p: p.stat().st_mtime_ns for p in (files / "one/data/train").iterdir()}
+        return hashes
+
+    monkeypatch.setattr(preparing.Preparation, "_hash_sources", stop)
+    assert any("already prepared" in line for line in run(config))
+    assert {p: p.stat().st_mtime_ns for p in made["times"]} == made["times"]
+    assert file_bytes(files / "one/data") == file_bytes(root / "alone")
+
+
+def test_a_file_has_one_version_in_listings_and_queries() -> None:
+    """As s3fs reports them, from a server that lists fractions of seconds."""
+    time = datetime(2026, 1, 2, 3, 4, 5, 678_000, timezone(timedelta(hours=2)))
+    listed = {"Key": "a/b", "Size": 7, "size": 7, "ETag": '"e"', "LastModified": time, "type": "file"}
+    queried = {"name": "a/b", "size": 7, "ETag": '"e"', "LastModified": time.replace(microsecond=0)}
+    queried["LastModified"] = queried["LastModified"].astimezone(UTC)
+    assert version_of(listed) == version_of(queried)
+    for name, other in {"size": 8, "ETag": '"f"', "LastModified": time + timedelta(seconds=1)}.items():
+        assert version_of(queried | {name: other}) != version_of(queried)
+
+
+def test_hosts_with_copies_of_the_sources_share_parts(files: Path, tmp_path: Path, root: Path) -> None:
+    shutil.copytree(root, tmp_path / "copy")
+
+    def keys(root: Path) -> list[str]:
+        return preparing.Preparation(config_of(root), 1, print).open_scan()._keys
+
+    first = keys(root)
+    assert keys(tmp_path / "copy") == first
+    (tmp_path / "copy/0.jsonl").touch()
+    assert [a == b for a, b in zip(first, keys(tmp_path / "copy"), strict=True)] == [False, *[True] * 4]
+
+
+def test_a_unit_that_is_lost_ends_the_job(files: Path) -> None:
+    directory = objects.local_directory("bucket://one/lost")
+    with refused("file-lost"):
+        complete_units(2, 0, directory, lambda number: False, lambda number: None, print)
+
+
 def test_commands_take_an_address(files: Path, tmp_path: Path, root: Path) -> None:
     run(config_of(root, train_tokenizer=300))
     shutil.rmtree(tmp_path / "mirrors")
@@ -129,7 +205,13 @@ def test_a_recipe_keeps_the_address(files: Path, tmp_path: Path, monkeypatch: py
     assert DataConfig.model_validate_json(config.model_dump_json()) == config
     assert objects.address_of(config.dir / "train") == f"{ADDRESS}/train"
     assert objects.address_of(tmp_path / "x") is None
-    for address in ("bucket://one", "s3://key@one/data", "s3://one/../data", "s3:///one/data"):
+    for address in (
+        "bucket://one",
+        "s3://key@one/data",
+        "s3://one/../data",
+        "s3:///one/data",
+        "s3:/one/data",
+    ):
         with refused("bad-value"):
             config_of(tmp_path, address)
     with refused("address"):
@@ -183,7 +265,7 @@ def test_a_unit_takes_few_listings(files: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lease_is_taken_after_others_held_it(files: Path) -> None:
-    """The names that this process listed last are outdated. They name a number that others took or removed."""
+    """The names that this process listed last are outdated: others have taken or removed their numbers."""
     directory = objects.local_directory("bucket://one/leases")
     lease = Lease(directory, "work")
     for _ in range(3):

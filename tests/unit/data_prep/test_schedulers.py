@@ -89,15 +89,21 @@ def test_what_slurm_rejects_is_one_line(
     ):
         assert main([*command, *options]) == 2
         assert f"[{code}]" in capsys.readouterr().err.splitlines()[-1]
-    assert main([*command[:2], "--on", "kubernetes"]) == 2
+    assert main([*command[:2], "--on", "kubernetes"]) == main([*command[:2], "--jobs", "3"]) == 2
 
 
-def test_kubernetes_gets_a_job_with_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_gets_a_job_with_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The job has the pods of the overlay, as many as --jobs, and a config map with recipe and overrides."""
     documents = stand_in_kubectl(tmp_path, monkeypatch)
-    options = ["--on", "kubernetes", "--jobs", "3", "--overlay", str(OVERLAY)]
-    assert main(["prepare", str(recipe_in(tmp_path)), "data.shards=6", *options]) == 0
+    options = ["--on", "kubernetes", "--jobs", "3", "--workers", "5", "--overlay", str(OVERLAY)]
+    command = ["prepare", str(recipe_in(tmp_path)), "data.shards=6", *options]
+    assert main(command) == 2 and "[not-shared]" in capsys.readouterr().err
+    assert main([*command, "data.dir=runs/data"]) == 0
     job, values, everything = applied(tmp_path)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["requests"]["cpu"] == "5"
     (settings,) = (tree for tree in everything if tree["metadata"]["name"] == "emo-prepare-recipe")
     assert yaml.safe_load(settings["data"]["recipe.yaml"])["data"]["shards"] == 6
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
