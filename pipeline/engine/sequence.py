@@ -116,6 +116,8 @@ def check_sequence_parallel(config: RunConfig, model: PretrainedConfig) -> None:
 
 def check_heads(model: PretrainedConfig, n: int, name: str) -> None:
     """Raise UserError if `n` ranks cannot share the attention of a model, which messages call `name`."""
+    if n == 1:
+        return
     text = model.get_text_config()
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
@@ -124,7 +126,7 @@ def check_heads(model: PretrainedConfig, n: int, name: str) -> None:
         problem = f"{KEY}={n} does not divide the attention of {name}, which has {heads} heads"
         cure = f"Set it to one of {', '.join(map(str, works))}"
         raise UserError(f"{problem} and {keys} heads of keys. {cure}", code="sequence-parallel")
-    if n > 1 and (kinds := _rope_types(text).intersection(LENGTH_DEPENDENT)):
+    if kinds := _rope_types(text).intersection(LENGTH_DEPENDENT):
         problem = f"{name} has RoPE of type {min(kinds)}, which depends on the longest position of a batch"
         raise UserError(f"{KEY}={n}: {problem}. Set it to 1", code="sequence-parallel")
 

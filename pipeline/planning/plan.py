@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from emo.common.cli.progress import make_console
 from emo.common.config.recipe import apply_override
-from emo.common.errors import FailureError, UserError
+from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import part_file
 from emo.common.provenance import shipped
 from emo.common.text import counted
@@ -182,8 +182,12 @@ def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
     except UserError as error:
         log.warning("the plan does not include the teacher: %s", error)
         return setup
-    with torch.device("meta"):
-        sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
+    try:
+        with torch.device("meta"):
+            sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
+    except Exception as error:  # transformers raises anything for a model that is not a causal LM
+        problem = f"{KEY}={chosen.path} describes no model that can be planned ({one_line(error, 250)})"
+        raise UserError(problem, code="architecture") from None
     width = 2 if chosen.dtype == "bfloat16" else 4
     copied = teacher is not None
     return dataclasses.replace(setup, teacher=sizes, copied=copied, teacher_width=width, averaged=averaged)
@@ -256,7 +260,7 @@ def print_plan(
         here: Check this host as training does.
         document_tokens: Mean length of the documents, instead of that in the prepared data.
     """
-    ready = check_plan(config, ranks, here=here)
+    ready = check_plan(config, ranks, here=here, gpus=cluster is not None)
     sizes = sizes_of(ready.model, ready.hf_config, config.model.linear_dtype)
     attended, span = attention_span(config, ready, document_tokens)
     setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended)
@@ -538,7 +542,7 @@ class Choice(NamedTuple):
 
 def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None = None) -> Choice:
     """Print the fastest settings that are certain to fit, and return the best of them."""
-    ready = check_plan(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus)
+    ready = check_plan(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus, gpus=True)
     sizes = sizes_of(ready.model, ready.hf_config, config.model.linear_dtype)
     attended, span = attention_span(config, ready, document_tokens)
     candidates = list(choices(config, sizes, ready.objective, cluster, attended))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from emo.common.errors import ExitCode, UserError
@@ -41,6 +41,7 @@ from emo.pipeline.planning.plan import (
 )
 from tests.conftest import REPO
 from tests.helpers import corpus, published
+from tests.helpers.families import family
 from tests.helpers.refusals import refused
 from tests.unit.common.test_shipped_recipes import ALONE
 from tests.unit.common.test_shipped_recipes import RECIPES as SHIPPED
@@ -241,6 +242,31 @@ def test_a_dry_run_rejects_what_training_rejects(override: str, planned: bool) -
         assert error.value.code == "context"
         with refused("context"):
             check_plan(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "changes", "ranks"),
+    [
+        ("teacher-context", "llama", {"max_position_embeddings": 128}, 1),
+        ("sequence-parallel", "llama", {"max_position_embeddings": 512}, 4),
+        ("sequence-parallel", "gemma2", {"max_position_embeddings": 512}, 2),
+        ("architecture", "mamba", {}, 1),
+        ("architecture", "t5", None, 1),
+        ("model", None, {}, 1),
+    ],
+)
+def test_a_plan_rejects_a_teacher_as_training_does(
+    code: str, name: str | None, changes: dict[str, Any] | None, ranks: int, tmp_path: Path
+) -> None:
+    """Even if the data are not prepared. A teacher that is not on this machine is not checked."""
+    if changes is None:
+        T5Config(vocab_size=1600, d_model=16, d_kv=8, d_ff=16, num_layers=1).save_pretrained(tmp_path)
+    elif name is not None:
+        family(name, vocab_size=1600, **changes).config.save_pretrained(tmp_path)
+    settings = f"train.sequence_parallel={ranks}", "data.dir=runs/unprepared", "output_dir=runs/unstarted"
+    teacher = f"objective={{name: kl, teacher: {{model: {tmp_path}}}}}"
+    with refused(code):
+        print_plan(load_config(QUICKSTART, [*settings, teacher]), ranks)
 
 
 def test_attention_is_planned_for_the_documents_in_the_rows(

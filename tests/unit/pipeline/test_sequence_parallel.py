@@ -19,13 +19,15 @@ from emo.pipeline.engine.sequence import check_sequence_parallel, cut_bounds
 from emo.pipeline.loss.models.head import BOUNDS, sum_by_document
 from emo.pipeline.loss.models.varlen import VARLEN
 from emo.pipeline.planning import footprint
+from emo.pipeline.planning.checks import check_plan
 from tests.conftest import REPO
-from tests.helpers.families import family
+from tests.helpers.families import FAMILIES, family
 from tests.helpers.refusals import refused
 from tests.helpers.sequence_worker import ROWS, read_rows
 
 BLOCK = 24
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+GEMMA2 = {"model_type": "gemma2"} | FAMILIES["gemma2"]
 ON_POLICY = 'objective={"name": "kl", "teacher": {"model": "org/model"}, "on_policy": {"share": 0.5}}'
 
 
@@ -100,6 +102,19 @@ def test_shared_rows_need_an_attention_without_a_mask() -> None:
             )
     with refused("sequence-parallel"):
         usable_attention(settings(2).model, family("gemma2").config, shared=True)
+
+
+def test_an_attention_is_planned_for_other_hosts() -> None:
+    """The model decides, and the GPUs of the plan do, but not this host."""
+    flash = settings(2, "model.attn_implementation=flash_attention_2").model
+    assert usable_attention(flash, llama(), shared=True, gpus=True) == "flash_attention_2"
+    assert usable_attention(settings(1).model, llama(), gpus=True) == "auto"
+    single = settings(2, "model.dtype=float32").model
+    assert usable_attention(single, llama(), shared=True, gpus=False) == VARLEN
+    with refused("sequence-parallel"):
+        usable_attention(single, llama(), shared=True, gpus=True)
+    with refused("sequence-parallel"):
+        check_plan(settings(2, f"model.architecture={GEMMA2}"), 8, gpus=True)
 
 
 def test_the_plan_divides_activations_by_the_ranks_of_a_row() -> None:
