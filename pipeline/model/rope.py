@@ -36,8 +36,9 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     before = settings.get(GLOBAL) or settings
     kind = before.get("rope_type", "default")
     known = "rope_theta" in before and hasattr(text, MAXIMUM) and kind in ("default", *ROPE_KEYS)
-    # transformers 4 reads only longrope for Phi-3, and Falcon may have ALiBi instead of RoPE.
-    if not known or hasattr(text, CONTEXT) or getattr(text, "alibi", False):
+    # transformers reads only longrope for Phi-3 and Phi-MoE, and Falcon may have ALiBi instead of RoPE.
+    refused = hasattr(text, CONTEXT) or text.model_type == "phimoe" or getattr(text, "alibi", False)
+    if not known or refused:
         raise _wrong(f"the RoPE of {text.model_type} models cannot be changed", "Remove model.rope")
     # `context_length` reads no factor of a layer type, so the export would lose its longer context.
     if rope.type == DYNAMIC and settings.get(GLOBAL):
@@ -54,6 +55,8 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     after["rope_theta"] = rope.theta or before["rope_theta"]
     maximum = rope.max_position_embeddings
     if rope.type is not None:
+        if getattr(text, "head_dim", 0) is None:  # the formulas of yarn and dynamic expect a number
+            text.head_dim = text.hidden_size // text.num_attention_heads
         original = original or getattr(text, MAXIMUM)
         # The formula of dynamic RoPE, and `context_length`, expect the original context there.
         maximum = original if rope.type == DYNAMIC else extended_context(original, rope.model_dump())
@@ -80,9 +83,18 @@ def is_scaled(config: PretrainedConfig) -> bool:
 
 def check_rope(model: Any, rope: RopeConfig | None) -> None:
     """Raise UserError if no layer of a model has the RoPE of a recipe."""
+    if rope is None:
+        return
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
-    if rope is not None and rope.type and not any(f"'{rope.type}'" in repr(kind) for kind in kinds):
-        raise _wrong(f"{model.config.model_type} models ignore the type {rope.type}", "Remove model.rope")
+    frequencies = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    used = any(f"'{rope.type}'" in repr(kind) for kind in kinds)
+    if rope.type is None:
+        used = not frequencies.isdisjoint(("inv_freq", f"{GLOBAL}_inv_freq"))
+    if not used:
+        ignored = "theta" if rope.type is None else f"the type {rope.type}"
+        raise _wrong(
+            f"the layers of this {model.config.model_type} model ignore {ignored}", "Remove model.rope"
+        )
 
 
 def _wrong(problem: str, cure: str) -> UserError:

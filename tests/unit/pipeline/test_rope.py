@@ -139,11 +139,29 @@ def test_wrong_keys_are_refused(keys: dict[str, Any]) -> None:
         rope(**keys)
 
 
-@pytest.mark.parametrize("name", ("gpt2", "falcon-alibi", "mamba", "recurrent_gemma"))
-def test_models_without_such_rope_are_refused(name: str) -> None:
-    linear = rope(type="linear", factor=4)
+WITHOUT = ("gpt2", "falcon-alibi", "mamba", "recurrent_gemma", "granitemoehybrid", "gemma3_text", "phimoe")
+
+
+@pytest.mark.parametrize("keys", (ROPES["linear"], ROPES["theta"]), ids=("linear", "theta"))
+@pytest.mark.parametrize("name", WITHOUT)
+def test_models_without_such_rope_are_refused(name: str, keys: dict[str, Any]) -> None:
+    """Also those of which no layer has it: recurrent layers, layers with a window, no positions at all."""
+    changed = rope(**keys)
     with refused("rope"):
-        check_rope(AutoModelForCausalLM.from_config(extend_rope(family(name).config, linear)), linear)
+        check_rope(AutoModelForCausalLM.from_config(extend_rope(family(name).config, changed)), changed)
+
+
+@pytest.mark.parametrize("kind", ("yarn", "dynamic", "linear"))
+def test_a_model_that_does_not_name_the_size_of_its_heads(kind: str, tmp_path: Path) -> None:
+    short = family("mixtral")
+    assert short.config.head_dim is None
+    short.save_pretrained(tmp_path / "short")
+    extended = load(tmp_path / "short", **ROPES[kind])
+    with torch.no_grad():
+        expected = extended(LONG, use_cache=False).logits
+        again = AutoModelForCausalLM.from_pretrained(write(extended, tmp_path / "export"))
+        assert torch.allclose(again.eval()(LONG, use_cache=False).logits, expected, atol=1e-4)
+        assert not torch.allclose(short(LONG, use_cache=False).logits, expected, atol=1e-4)
 
 
 def test_layers_with_a_window_keep_their_rope() -> None:
