@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from emo.common.config.recipe import parse_section
-from emo.common.io.weights import context_length, load_causal_lm, load_model_config
+from emo.common.io.weights import context_length, load_causal_lm, load_model_config, rope_type
 from emo.data_prep.config import load_data_config
-from emo.pipeline.config import load_config
-from emo.pipeline.model.build import load_pretrained, model_config
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.model.build import check_context, load_pretrained, model_config
 from emo.pipeline.model.config import ModelConfig, RopeConfig
-from emo.pipeline.model.rope import check_rope, extend_rope, is_scaled
+from emo.pipeline.model.rope import check_rope, extend_rope
 from emo.pipeline.model.teacher import teacher_config
 from tests.helpers.exporting import write
 from tests.helpers.families import FAMILIES, family, tiny_llama
@@ -125,11 +126,45 @@ def test_context_of_data_and_teacher(model: Path, tmp_path: Path, lora: tuple[st
         load_config(path, ["model.lora.r=4", "model.lora.export=adapter"])
 
 
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        ("{type: yarn, factor: '4'}", None),
+        ("{theta: 1.0e+6, max_position_embeddings: 512.0}", None),
+        ("{theta: 1.0e+6, max_position_embeddings: '128'}", "context"),
+        ("{type: yarn, factor: 2}", "context"),
+        ("{type: linear, factor: 4, original_max_position_embeddings: 32}", "context"),
+    ],
+)
+def test_prepare_judges_a_recipe_as_training_does(
+    keys: str, code: str | None, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(path=model))
+    wrong = [contextlib.nullcontext() if code is None else refused(code) for _ in range(2)]
+    with wrong[0]:
+        load_data_config(path, [f"model.rope={keys}"], RunConfig)
+    with wrong[1]:
+        config = load_config(path, [f"model.rope={keys}"])
+        check_context(model_config(config.model), config.data.sequence_len)
+
+
+@pytest.mark.parametrize("name", ("llama-dynamic", "gemma3_text-layers", "phi3", "phimoe", "falcon-alibi"))
+def test_prepare_refuses_rope_that_cannot_be_changed(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(path=tmp_path))
+    family(name).config.save_pretrained(tmp_path)
+    with refused("rope"):
+        load_data_config(path, [])
+    with refused("rope"):
+        model_config(load_config(path, []).model)
+
+
 WRONG: tuple[dict[str, Any], ...] = (
     *({}, {"type": "yarn"}, {"factor": 4, "theta": 1e6}, {"type": "linear", "factor": 0.5}),
     *({"type": "linear", "factor": 4, "beta_fast": 32}, {"type": "longrope", "factor": 4}),
     *({"type": "yarn", "factor": 4, "beta_fast": 1}, {"type": "llama3", "factor": 4, "low_freq_factor": 8}),
-    {"type": "yarn", "factor": 4, "max_position_embeddings": 512},
+    *({"type": "yarn", "factor": 4, "max_position_embeddings": 512}, {"type": "yarn", "factor": 1e6}),
 )
 
 
@@ -189,4 +224,4 @@ def test_a_scaled_model_needs_its_original_context(model: Path, tmp_path: Path) 
     assert load(tmp_path, theta=1e6).config.rope_parameters["rope_type"] == "yarn"
     with refused("rope"):  # the factor sets the context
         load(tmp_path, theta=1e6, max_position_embeddings=512)
-    assert is_scaled(other) and not is_scaled(load_model_config(model))
+    assert rope_type(other) == "linear" and rope_type(load_model_config(model)) == "default"
