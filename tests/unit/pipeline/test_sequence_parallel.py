@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,26 @@ def llama(heads: int = 8, keys: int = 2, **changes: Any) -> PretrainedConfig:
 
 
 @pytest.mark.parametrize(
+    ("block", "n", "lengths"),
+    [(63, 8, {"56", "64"}), (66, 8, {"64"}), (5, 8, {"8"}), (3, 65, set()), (2**20 - 1, 2, {"1048574"})],
+)
+def test_named_lengths_are_valid(block: int, n: int, lengths: set[str]) -> None:
+    """They have more than one token, and fit into the context of the model."""
+    context = 2**20 - 1 if block > 2**19 else 64
+    with refused("sequence-parallel") as error:
+        check_sequence_parallel(
+            settings(n, f"data.sequence_len={block}"), llama(max_position_embeddings=context)
+        )
+    cure = str(error.value).partition("Set ")[2]
+    named = set(re.findall(r"\d+", cure.partition(" and prepare")[0])) if "prepare" in cure else set()
+    assert named == lengths
+
+
+@pytest.mark.parametrize(
     ("n", "overrides", "model", "message"),
     [
         (8, (), {"heads": 12, "keys": 4}, "one of 1, 2, 4, 12"),
-        (3, (), {}, "data.sequence_len=63 or 66"),
+        (3, (), {}, "data.sequence_len=63 and"),
         (2, ("model.compile=true",), {}, "model.compile"),
         (2, (ON_POLICY,), {}, "objective.on_policy"),
         (2, ("train.kl_from_base=8",), {}, "train.kl_from_base"),
