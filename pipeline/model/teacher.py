@@ -115,6 +115,18 @@ def check_teacher(
         raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-tokenizer")
 
 
+def check_teacher_storage(config: RunConfig, ds_config: DsConfig) -> None:
+    """Raise UserError if DeepSpeed cannot hold the teacher's weights as it holds those of the model."""
+    zero = ds_config["zero_optimization"]
+    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
+    if config.objective.average_decay is not None and on_nvme:
+        problem = "objective.teacher.ema does not work with weights on NVMe (offload_param)"
+        raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
+    if zero.get("zero_hpz_partition_size", 1) > 1 and teacher_config(config) is not None:
+        problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
+        raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
+
+
 def teacher_identity(config: RunConfig, world: World) -> str | None:
     """Return a string that identifies the weights of a live teacher. All ranks must call.
 
@@ -158,13 +170,8 @@ def add_teacher(
     if config.model.lora is not None:
         fused = model.get_base_model()
         fused.base_teacher = BaseTeacher(model) if config.holds_base else None
-    zero = ds_config["zero_optimization"]
-    if config.objective.average_decay is not None:
-        if (zero.get("offload_param") or {}).get("device") == "nvme":
-            problem = "objective.teacher.ema does not work with weights on NVMe (offload_param)"
-            raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
-        if config.model.lora is not None:
-            return add_averaged_adapters(model, temperature)
+    if config.objective.average_decay is not None and config.model.lora is not None:
+        return add_averaged_adapters(model, temperature)
     if config.objective.teaches_itself:
         fused.teacher = SelfTeacher(fused, temperature)
         return {}
@@ -174,9 +181,6 @@ def add_teacher(
     settings = teacher_config(config)
     if settings is None:
         return {}
-    if zero.get("zero_hpz_partition_size", 1) > 1:
-        problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
-        raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
     teacher, engine = _load_teacher(settings, ds_config, world, packs or world.sequence > 1)
     fused.teacher = LiveTeacher(teacher, temperature, engine)
     if reference == BASE:

@@ -47,7 +47,7 @@ from ..model.objective.build import objective_parts, training_objective
 from ..model.objective.config import COSTS
 from ..model.readers import check_exported_tokenizer
 from ..model.rope import check_rope
-from ..model.teacher import check_teacher
+from ..model.teacher import check_teacher, check_teacher_storage
 from ..monitor.config import LOGGER_PACKAGES
 
 log = logging.getLogger(__name__)
@@ -175,11 +175,18 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False, gpus: bool = F
     return PlannedRun(**vars(resolved), data=data, steps=steps, order=order)
 
 
+def resolve_deepspeed(config: RunConfig, batch: Batch) -> DsConfig:
+    """Return the DeepSpeed configuration. Raises UserError if a teacher or the recipe excludes it."""
+    ds_config = deepspeed_config(config, batch)
+    check_teacher_storage(config, ds_config)
+    return ds_config
+
+
 def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, DsConfig]:
     """Return the batch and the DeepSpeed configuration. If `here`, also check this host."""
     train = config.train
     batch = solve_batch(train.global_batch_size, train.micro_batch_size, ranks, train.sequence_parallel)
-    ds_config = deepspeed_config(config, batch)
+    ds_config = resolve_deepspeed(config, batch)
     if here:
         check_deepspeed_host(ds_config)
         for package in filter(None, map(LOGGER_PACKAGES.get, train.report_to)):

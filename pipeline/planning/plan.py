@@ -38,7 +38,7 @@ from ..config import RunConfig, load_config
 from ..engine.activations import find_mlps
 from ..engine.device.devices import on_gpu, usable_attention
 from ..engine.device.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
-from ..engine.ds_config import EIGHT_BIT, DsConfig, deepspeed_config, zero_stage
+from ..engine.ds_config import EIGHT_BIT, DsConfig, zero_stage
 from ..engine.schedule import draw_schedule
 from ..engine.sequence import check_sequence_parallel
 from ..loss.objectives import Objective
@@ -48,7 +48,7 @@ from ..model.nf4 import linear_weights
 from ..model.objective.config import BASE, ends
 from ..model.teacher import KEY, check_teacher, teacher_config
 from . import footprint
-from .checks import PlannedRun, TrainingRun, check_plan
+from .checks import PlannedRun, TrainingRun, check_plan, resolve_deepspeed
 from .footprint import MOMENTS_8BIT, Memory, Setup, Sizes, Time
 
 log = logging.getLogger(__name__)
@@ -514,7 +514,7 @@ class Alternatives:
             batch = solve_batch(*counts, train.sequence_parallel)
             ds_config = self.ready.ds_config
             if config.deepspeed != self.config.deepspeed:
-                ds_config = deepspeed_config(config, batch)
+                ds_config = resolve_deepspeed(config, batch)
             if batch.sequence != self.setup.sequence:
                 self._check_sharing(config)
             if config.model.tiled_mlp:
@@ -666,7 +666,7 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
         train = config.train
         counts = (train.global_batch_size, train.micro_batch_size, cluster.gpus)
         batch = solve_batch(*counts, train.sequence_parallel)
-        setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective, attended)
+        setup = setup_of(config, batch, resolve_deepspeed(config, batch), ready.objective, attended)
         current = Choice.predict(config.deepspeed, setup, sizes, cluster)
         table.add_section()
         table.add_row("recipe", *_choice_cells(current, sizes, cluster))
@@ -746,7 +746,7 @@ def choices(
     for file in (Path("ds_configs") / name for name in files):
         plain = _without_choice(config, file)
         try:
-            base = setup_of(plain, batch, deepspeed_config(plain, batch), objective, attended)
+            base = setup_of(plain, batch, resolve_deepspeed(plain, batch), objective, attended)
         except UserError as error:
             errors.append(error)
             continue

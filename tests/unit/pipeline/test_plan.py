@@ -446,6 +446,17 @@ def test_remedies_of_a_run_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) ->
     assert "global_batch_size" not in describe_fit(alternatives(accumulated, "4xA100-80G"))
 
 
+def test_a_teacher_with_weights_excludes_files() -> None:
+    """A plan rejects a file as training does, and the best settings have another."""
+    teacher = ["objective={name: kl, teacher: base}", "train.global_batch_size=32"]
+    config = load_config(LLAMA, ["output_dir=runs/unstarted", *teacher])
+    assert {choice.file.name for choice in every_choice(config, "16xA100-80G")} == {
+        *("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
+    }
+    with refused("teacher-hpz"):
+        check_plan(config.model_copy(update={"deepspeed": Path("ds_configs/zero3_hpz.json")}), 16)
+
+
 LONG = ["train.global_batch_size=8", "train.micro_batch_size=1", "deepspeed=ds_configs/zero2.json"]
 ZERO3 = [*LONG, "deepspeed=ds_configs/zero3.json", "model.activation_checkpointing=true"]
 HEADS = [f"model.architecture.{key}" for key in ("num_attention_heads=28", "hidden_size=3584")]
