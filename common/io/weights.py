@@ -228,7 +228,7 @@ def _text_settings(config: Any) -> dict[str, Any]:
 def extended_context(context: int | None, rope: Mapping[str, Any]) -> int | None:
     """Return the context of a model after its RoPE changes. rope: keys of `model.rope`, also as written."""
     maximum, factor, original = (_as_number(rope.get(key)) for key in (MAXIMUM, "factor", ORIGINAL))
-    original = original or context
+    original = original or _as_number(context)
     if maximum is not None and maximum.is_integer():
         return int(maximum)
     if factor is not None and original is not None and 1 <= factor < LARGEST_FACTOR:

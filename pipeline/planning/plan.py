@@ -651,8 +651,12 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
     best = _rank_choices(candidates, cluster)[:3]
     if not best:
         setup = setup_of(plain, ready.batch, ready.ds_config, ready.objective, attended)
-        settings = Alternatives(plain, ready, sizes, setup, cluster).combine(certain=True)
-        raise _nothing_fits(candidates, cluster, settings or {})
+        settings = Alternatives(plain, ready, sizes, setup, cluster).combine(certain=True) or {}
+        chosen = candidates[0].settings  # by this search, except an offload
+        others = {key: v for key, v in settings.items() if key not in chosen or v == "offload"}
+        if others and config.model.compile:  # which excludes tiles
+            others["model.compile"] = False
+        raise _nothing_fits(candidates, cluster, others)
     room = f"settings that are certain to fit into {cluster.memory / GIB:.1f} GiB of each"
     error = f"even if all memory except states is {footprint.MEMORY_ERROR:.0%} higher than predicted"
     table = Table(title=f"{cluster.gpus} x {cluster.kind}: {room}, {error}", padding=(0, 0))
@@ -701,8 +705,7 @@ def _nothing_fits(candidates: list[Choice], cluster: Cluster, settings: Settings
     size = f"{smallest.memory.upper_bound / GIB:.1f} GiB of {cluster.memory / GIB:.1f}"
     needs = f"{smallest.file.name} may need {size}"
     problem = f"no configuration is certain to fit on {cluster.gpus} x {cluster.kind} ({needs})"
-    others = {k: v for k, v in settings.items() if k not in smallest.settings or v == "offload"}
-    cure = f"Set {_join_settings(others)}" if others else "Take more or larger GPUs, or set model.lora"
+    cure = f"Set {_join_settings(settings)}" if settings else "Take more or larger GPUs, or set model.lora"
     return FailureError(f"{problem}. {cure}.", code="nothing-fits")
 
 

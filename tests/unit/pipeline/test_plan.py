@@ -493,11 +493,13 @@ def test_training_accepts_the_remedies(
         assert not describe_fit(alternatives([*settings, *remedy.split()], "8xH100-80G")).startswith("NO")
 
 
-def test_the_best_settings_name_the_others_that_fit() -> None:
+@pytest.mark.parametrize("compiled", ([], ["model.compile=true"]))
+def test_the_best_settings_name_the_others_that_fit(compiled: list[str]) -> None:
     """Those that `print_best` does not choose itself."""
     length = ["data.sequence_len=131072", "model.architecture.max_position_embeddings=131072"]
     with pytest.raises(FailureError, match="sequence_parallel") as error:
-        print_best(load_config(LLAMA, [*LONG, *length]), parse_cluster("8xH100-80G"))
+        print_best(load_config(LLAMA, [*LONG, *length, *compiled]), parse_cluster("8xH100-80G"))
     assert error.value.code == "nothing-fits"
     settings = re.findall(r"[a-z]+\.[a-z_]+=[a-z0-9]+", str(error.value))
-    print_best(load_config(LLAMA, [*LONG, *length, *settings]), parse_cluster("8xH100-80G"))
+    config = load_config(LLAMA, [*LONG, *length, *compiled, *settings])
+    print_best(config, parse_cluster("8xH100-80G"))
