@@ -31,7 +31,7 @@ from emo.common.config.recipe import (
 from emo.common.errors import UserError, one_line
 from emo.common.io.objects import address_of, local_directory
 from emo.common.io.untrusted import read_json
-from emo.common.io.weights import context_length, extended_context, reject_adapter
+from emo.common.io.weights import check_extension, context_length, extended_context, reject_adapter
 
 from .encoding.chat_templates import BUILT_IN, GIVEN, fixed_date
 
@@ -356,7 +356,10 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
     if isinstance(path_of_model, str):
         reject_adapter(Path(path_of_model))
         rope = tree["model"].get("rope")
-        context = extended_context(context_of(Path(path_of_model)), rope if isinstance(rope, dict) else {})
+        settings_of_model = _read_config(Path(path_of_model))
+        if isinstance(rope, dict):
+            check_extension(settings_of_model, rope)
+        context = extended_context(context_length(settings_of_model), rope if isinstance(rope, dict) else {})
     if context is not None and config.sequence_len > context:
         raise UserError(
             f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
@@ -368,10 +371,15 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
 
 def context_of(model: Path) -> int | None:
     """Return the context length of the model in a directory, or None if its config.json has none."""
+    return context_length(_read_config(model))
+
+
+def _read_config(model: Path) -> dict[str, Any]:
+    """Return config.json of the model in a directory, empty if it cannot be read."""
     tree = None
     with contextlib.suppress(OSError, ValueError):
         tree = read_json(model / "config.json")
-    return context_length(tree) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else {}
 
 
 def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:

@@ -203,10 +203,12 @@ class PasskeyTask(LengthTask):
 
     def score_row(self, model: EvaluatedModel, row: Record) -> Record:
         """Return 1 if greedy decoding writes the passkey, and no further digit after it."""
-        count, (_, best) = row["answer"], model.scorer.read_text(row["ids"])
-        longer = str(model.tokenizer.convert_ids_to_tokens(best[-1]))[:1].isdigit()
-        found = best[-1 - count : -1] == row["ids"][-count:].tolist()
-        return {"value": float(found and not longer), "weight": 1.0}
+        _, best = model.scorer.read_text(row["ids"])
+        answer = row["ids"][-row["answer"] :].tolist()
+        text, longer = (model.tokenizer.decode(ids) for ids in (answer, [*answer, best[-1]]))
+        digit = longer[len(text) :][:1].isdigit()  # the token alone may be a byte, or have a mark before it
+        found = best[-1 - len(answer) : -1] == answer
+        return {"value": float(found and not digit), "weight": 1.0}
 
     def summarise(self, records: list[Record]) -> list[Record]:
         """Return the shares, with intervals over the beginnings of the prompts, and the shares by depth."""

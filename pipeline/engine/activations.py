@@ -37,6 +37,12 @@ def tile_mlps(model: nn.Module, width: int) -> None:
     Its activations are computed again in the backward pass. Parameters, their names and saved files do not
     change. Raises UserError for a model that has no such MLPs.
     """
+    for mlp in find_mlps(model):
+        _tile_mlp(mlp, width)
+
+
+def find_mlps(model: nn.Module) -> list[nn.Module]:
+    """Return the MLPs of a model's layers. Raises UserError if they cannot be computed in tiles."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     mlps = [mlp for layer in layers if isinstance(mlp := getattr(layer, "mlp", None), nn.Module)]
     problem = ""
@@ -48,8 +54,7 @@ def tile_mlps(model: nn.Module, width: int) -> None:
         problem = f"does not work with the MLPs of {type(model).__name__}"
     if problem:
         raise UserError(f"{TILED} {problem}. Set it to false", code="tiled-mlp")
-    for mlp in mlps:
-        _tile_mlp(mlp, width)
+    return mlps
 
 
 def _tile_mlp(mlp: nn.Module, width: int) -> None:

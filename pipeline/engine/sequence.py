@@ -19,6 +19,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from emo.common.errors import UserError
+from emo.common.io.weights import context_length
+from emo.data_prep.config import MAX_TOKENS
 
 from ..config import RunConfig
 from ..control.world import World
@@ -100,8 +102,11 @@ def check_sequence_parallel(config: RunConfig, model: PretrainedConfig) -> None:
     block = config.data.sequence_len
     if block % n:
         problem = f"{KEY}={n} does not divide data.sequence_len={block}"
-        cure = f"Set data.sequence_len={block // n * n} or {block // n * n + n} and prepare the data again"
-        raise UserError(f"{problem}. {cure}, or set {KEY} to a divisor of {block}", code="sequence-parallel")
+        longest = min(context_length(model) or MAX_TOKENS, MAX_TOKENS)
+        lengths = [str(m) for m in (block // n * n, block // n * n + n) if 1 < m <= longest]
+        cure = f"Set data.sequence_len={' or '.join(lengths)} and prepare the data again, or set"
+        cure = f"{cure if lengths else 'Set'} {KEY} to a divisor of {block}"
+        raise UserError(f"{problem}. {cure}", code="sequence-parallel")
     stores_base = bool(config.train.kl_from_base) and not config.holds_base
     conflicts = {
         "model.compile=true": config.model.compile,
@@ -116,6 +121,8 @@ def check_sequence_parallel(config: RunConfig, model: PretrainedConfig) -> None:
 
 def check_heads(model: PretrainedConfig, n: int, name: str) -> None:
     """Raise UserError if `n` ranks cannot share the attention of a model, which messages call `name`."""
+    if n == 1:
+        return
     text = model.get_text_config()
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
@@ -124,7 +131,7 @@ def check_heads(model: PretrainedConfig, n: int, name: str) -> None:
         problem = f"{KEY}={n} does not divide the attention of {name}, which has {heads} heads"
         cure = f"Set it to one of {', '.join(map(str, works))}"
         raise UserError(f"{problem} and {keys} heads of keys. {cure}", code="sequence-parallel")
-    if n > 1 and (kinds := _rope_types(text).intersection(LENGTH_DEPENDENT)):
+    if kinds := _rope_types(text).intersection(LENGTH_DEPENDENT):
         problem = f"{name} has RoPE of type {min(kinds)}, which depends on the longest position of a batch"
         raise UserError(f"{KEY}={n}: {problem}. Set it to 1", code="sequence-parallel")
 

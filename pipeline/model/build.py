@@ -6,6 +6,7 @@ labels its forward is the ordinary one, so generation and export work unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,6 +92,19 @@ def check_context(config: PretrainedConfig, block: int) -> None:
         problem = f"rows of {block} tokens are longer than the model's context of {context}"
         cure = f"Set data.sequence_len={context} or less and prepare the data again, or set model.rope."
         raise UserError(f"{problem}. {cure}", code="context")
+
+
+def check_shape(config: PretrainedConfig, key: str | None = None) -> None:
+    """Raise UserError for a model without heads or layers of one kind. Messages may call the model `key`."""
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+        value = None
+        with contextlib.suppress(Exception):  # a property that fails, or one for single layers
+            value = getattr(config.get_text_config(), name)
+        if type(value) is not int or value < 1:
+            problem = (
+                f"{key + ': ' if key else ''}model_type {config.model_type} has no {name} for all layers"
+            )
+            raise UserError(f"{problem}; choose a transformer", code="architecture")
 
 
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:

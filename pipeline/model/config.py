@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from emo.common.config.recipe import FREE, Section, mark
+from emo.common.io.weights import LARGEST_FACTOR
 
 
 class LoraConfig(Section):
@@ -47,7 +48,7 @@ class RopeConfig(Section):
     """How the frequencies are scaled. The default is the model's scaling."""
     theta: float | None = Field(None, gt=1)
     """Base of the frequencies (`rope_theta`), by default the model's."""
-    factor: float | None = Field(None, ge=1)
+    factor: float | None = Field(None, ge=1, lt=LARGEST_FACTOR)
     """Length of the new context divided by the original length. Required with `type`."""
     original_max_position_embeddings: int | None = Field(None, gt=0)
     """Length of the context before scaling, by default the model's."""

@@ -40,6 +40,7 @@ from emo.common.io.weights import (
     has_only_adapter,
     linked_directory,
     load_causal_lm,
+    rope_type,
 )
 from emo.common.provenance import REPOSITORY
 from emo.common.text import markdown, on_one_line, publishable
@@ -53,7 +54,6 @@ from ..control.world import raise_on_all_ranks
 from .adapters import ADAPTER, DIRECTORY, adapter_tensors, write_adapter
 from .nf4 import full_values, nf4_options, prepare_nf4
 from .readers import check_exported_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
-from .rope import is_scaled
 
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
     from ..engine.engine import Engine
@@ -344,7 +344,7 @@ def write_metadata(base: PreTrainedModel, config: RunConfig, target: Path, info:
         tree = json.loads(file.read_text(encoding="utf-8")) | changes
         write_text(file, json.dumps(tree, indent=2, sort_keys=True) + "\n")
     if (tokenizer := config.data.dir / "tokenizer").is_dir():
-        changed = config.model.rope is not None or is_scaled(settings)
+        changed = config.model.rope is not None or rope_type(settings) != "default"
         extended = context_length(settings) if changed else None
         write_tokenizer(tokenizer, target, data_ends, extended)
     write_text(target / EXPORT_INFO, json.dumps(info, indent=1, default=str))

@@ -12,13 +12,12 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from emo.common.errors import UserError
-from emo.common.io.weights import DYNAMIC, extended_context
+from emo.common.io.weights import DYNAMIC, MAXIMUM, check_extension, extended_context, rope_type
 
 from .config import ROPE_KEYS, RopeConfig
 from .readers import CONTEXT, GLOBAL, LOCAL, LOCAL_THETA
 
 KEPT = ("rope_theta", "partial_rotary_factor")  # settings that do not depend on the type
-MAXIMUM = "max_position_embeddings"
 OURS = ("type", "theta", MAXIMUM, CONTEXT)  # keys of a recipe that are not RoPE's, or have another name
 
 
@@ -34,26 +33,22 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     text = config.get_text_config()
     settings = getattr(text, "rope_parameters", None) or {}
     before = settings.get(GLOBAL) or settings
-    kind = before.get("rope_type", "default")
-    known = "rope_theta" in before and hasattr(text, MAXIMUM) and kind in ("default", *ROPE_KEYS)
-    # transformers 4 reads only longrope for Phi-3, and Falcon may have ALiBi instead of RoPE.
-    if not known or hasattr(text, CONTEXT) or getattr(text, "alibi", False):
+    kind = rope_type(config)
+    check_extension(config, rope.model_dump())
+    if "rope_theta" not in before or not hasattr(text, MAXIMUM) or kind not in ("default", *ROPE_KEYS):
         raise _wrong(f"the RoPE of {text.model_type} models cannot be changed", "Remove model.rope")
     # `context_length` reads no factor of a layer type, so the export would lose its longer context.
     if rope.type == DYNAMIC and settings.get(GLOBAL):
         problem = f"{text.model_type} models have RoPE by layer type, which does not go with type dynamic"
         raise _wrong(problem, "Use another type")
     original = rope.original_max_position_embeddings
-    if rope.type is not None and original is None and kind != "default":
-        raise _wrong(f"the model has RoPE of type {kind} already", f"Remove it, or set model.rope.{CONTEXT}")
-    if rope.type is None and rope.max_position_embeddings and kind != "default":
-        problem = f"the model has RoPE of type {kind}, whose factor sets its context"
-        raise _wrong(problem, f"Replace model.rope.{MAXIMUM} by type, factor and {CONTEXT}")
     after: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope.type == "llama3" else {}
     after |= {key: value for key, value in before.items() if key in KEPT or rope.type in (None, kind)}
     after["rope_theta"] = rope.theta or before["rope_theta"]
     maximum = rope.max_position_embeddings
     if rope.type is not None:
+        if getattr(text, "head_dim", 0) is None:  # the formulas of yarn and dynamic expect a number
+            text.head_dim = text.hidden_size // text.num_attention_heads
         original = original or getattr(text, MAXIMUM)
         # The formula of dynamic RoPE, and `context_length`, expect the original context there.
         maximum = original if rope.type == DYNAMIC else extended_context(original, rope.model_dump())
@@ -72,17 +67,20 @@ def extend_rope(config: PretrainedConfig, rope: RopeConfig | None) -> Pretrained
     return config
 
 
-def is_scaled(config: PretrainedConfig) -> bool:
-    """Return whether the RoPE of a model's full attention is scaled."""
-    settings = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return (settings.get(GLOBAL) or settings).get("rope_type", "default") != "default"
-
-
 def check_rope(model: Any, rope: RopeConfig | None) -> None:
     """Raise UserError if no layer of a model has the RoPE of a recipe."""
+    if rope is None:
+        return
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
-    if rope is not None and rope.type and not any(f"'{rope.type}'" in repr(kind) for kind in kinds):
-        raise _wrong(f"{model.config.model_type} models ignore the type {rope.type}", "Remove model.rope")
+    frequencies = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    used = any(f"'{rope.type}'" in repr(kind) for kind in kinds)
+    if rope.type is None:
+        used = not frequencies.isdisjoint(("inv_freq", f"{GLOBAL}_inv_freq"))
+    if not used:
+        ignored = "theta" if rope.type is None else f"the type {rope.type}"
+        raise _wrong(
+            f"the layers of this {model.config.model_type} model ignore {ignored}", "Remove model.rope"
+        )
 
 
 def _wrong(problem: str, cure: str) -> UserError:

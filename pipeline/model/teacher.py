@@ -35,7 +35,7 @@ from ..engine.sequence import check_heads
 from ..loss import fuse_model, get_objective, probe_model
 from ..loss.models.frozen import AdapterTeacher, BaseTeacher, FrozenCausalLM, LiveTeacher, SelfTeacher
 from ..loss.models.head import packing_problem
-from .build import load_pretrained, model_config
+from .build import check_shape, load_pretrained, model_config
 from .config import ModelConfig
 from .export import ADAPTER
 from .objective.config import BASE, TeacherConfig
@@ -62,25 +62,48 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
     return ModelConfig(path=path, revision=revision, rope=config.model.rope, **options)
 
 
-def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[Manifest]) -> None:
-    """Raise UserError for a teacher with too small a vocabulary or context, or with another tokenizer."""
+def check_teacher(
+    config: RunConfig,
+    student: PretrainedConfig,
+    manifests: list[Manifest],
+    local: bool = True,
+    gpus: bool | None = None,
+) -> None:
+    """Raise UserError for a teacher that does not fit the trained model, the rows or their tokenizer.
+
+    Args:
+        config: The recipe.
+        student: The trained model.
+        manifests: The data sets.
+        local: Whether the teacher must be available.
+        gpus: Whether the run is on GPUs, if it is on other hosts.
+    """
     teacher = config.objective.resolved_teacher
-    if not isinstance(teacher, TeacherConfig) or teacher.model is None:
+    source = teacher_config(config)
+    if not isinstance(teacher, TeacherConfig) or teacher.model is None or source is None:
         return
-    source = ModelConfig(path=teacher.model, revision=teacher.revision)
-    text = model_config(source, key=KEY).get_text_config()
+    try:
+        settings = model_config(source, key=KEY)
+    except UserError:
+        if local or Path(teacher.model).exists():
+            raise
+        return
+    check_shape(settings, f"{KEY}={teacher.model}")
+    text = settings.get_text_config()
     entries = student.get_text_config().vocab_size
     if text.vocab_size < entries:
         problem = f"has {text.vocab_size} vocabulary entries, but the trained model has {entries}"
         cure = "Choose a teacher with at least as many."
         raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-vocabulary")
     check_heads(text, config.train.sequence_parallel, f"{KEY}={teacher.model}")
+    usable_attention(source, settings, config.train.sequence_parallel > 1, gpus)
     context = context_length(text)
-    for manifest in manifests:
-        if context is not None and manifest.block > context:
-            problem = f"has a context of {context}, but rows have {manifest.block} tokens"
-            cure = f"Set data.sequence_len={context} and prepare the data again."
-            raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-context")
+    if context is not None and config.data.sequence_len > context:
+        problem = f"has a context of {context}, but rows have {config.data.sequence_len} tokens"
+        cure = f"Set data.sequence_len={context} and prepare the data again."
+        raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-context")
+    if not manifests:
+        return
     try:
         tokenizer = load_tokenizer(teacher.model, teacher.revision)
     except UserError:
@@ -90,6 +113,18 @@ def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[
         problem = "has another tokenizer than the data, so its probabilities are of other tokens"
         cure = "Choose a teacher with the same tokenizer."
         raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-tokenizer")
+
+
+def check_teacher_storage(config: RunConfig, ds_config: DsConfig) -> None:
+    """Raise UserError if DeepSpeed cannot hold the teacher's weights as it holds those of the model."""
+    zero = ds_config["zero_optimization"]
+    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
+    if config.objective.average_decay is not None and on_nvme:
+        problem = "objective.teacher.ema does not work with weights on NVMe (offload_param)"
+        raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
+    if zero.get("zero_hpz_partition_size", 1) > 1 and teacher_config(config) is not None:
+        problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
+        raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
 
 
 def teacher_identity(config: RunConfig, world: World) -> str | None:
@@ -135,13 +170,8 @@ def add_teacher(
     if config.model.lora is not None:
         fused = model.get_base_model()
         fused.base_teacher = BaseTeacher(model) if config.holds_base else None
-    zero = ds_config["zero_optimization"]
-    if config.objective.average_decay is not None:
-        if (zero.get("offload_param") or {}).get("device") == "nvme":
-            problem = "objective.teacher.ema does not work with weights on NVMe (offload_param)"
-            raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
-        if config.model.lora is not None:
-            return add_averaged_adapters(model, temperature)
+    if config.objective.average_decay is not None and config.model.lora is not None:
+        return add_averaged_adapters(model, temperature)
     if config.objective.teaches_itself:
         fused.teacher = SelfTeacher(fused, temperature)
         return {}
@@ -151,9 +181,6 @@ def add_teacher(
     settings = teacher_config(config)
     if settings is None:
         return {}
-    if zero.get("zero_hpz_partition_size", 1) > 1:
-        problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
-        raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
     teacher, engine = _load_teacher(settings, ds_config, world, packs or world.sequence > 1)
     fused.teacher = LiveTeacher(teacher, temperature, engine)
     if reference == BASE:

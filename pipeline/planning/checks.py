@@ -41,13 +41,13 @@ from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
 from ..model import kernels
 from ..model.adapters import add_lora, check_adapter
-from ..model.build import check_context, check_fits, model_config
+from ..model.build import check_context, check_fits, check_shape, model_config
 from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
 from ..model.objective.build import objective_parts, training_objective
 from ..model.objective.config import COSTS
 from ..model.readers import check_exported_tokenizer
 from ..model.rope import check_rope
-from ..model.teacher import check_teacher
+from ..model.teacher import check_teacher, check_teacher_storage
 from ..monitor.config import LOGGER_PACKAGES
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
     objective = training_objective(config, parts)
     data, validation = _open_data(config)
     sets = [data, *validation.values()]
-    resolved = _resolve_model(config, batch, ds_config, objective, sets, local=True, here=True)
+    resolved = _resolve_model(config, batch, ds_config, objective, sets)
     steps = count_steps(config.train, len(data))
     _check_steps(config.train, steps, ranks)
     if config.model.kernels is not None:
@@ -113,7 +113,6 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
     rehearse_export(resolved.model, config)
     vocab_size = resolved.hf_config.get_text_config().vocab_size
     _check_cost(config, vocab_size, local=True)  # validation measures objectives without costs by them, too
-    check_teacher(config, resolved.hf_config, [data.manifest])
     prompts = encode_sample_prompts(config)
     name = config.objective.scores_name
     scores = [None if name is None else Scores(rows, name) for rows in sets]
@@ -136,11 +135,16 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
     )
 
 
-def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
-    """Resolve the recipe for a plan on `ranks` ranks. A missing model or missing data are skipped.
+def check_plan(config: RunConfig, ranks: int, here: bool = False, gpus: bool = False) -> PlannedRun:
+    """Resolve the recipe for a plan. Missing models and missing data are skipped.
 
-    here: the run would start on this host, which must have what training needs.
     Raises UserError for whatever would stop the run.
+
+    Args:
+        config: The recipe.
+        ranks: Number of ranks.
+        here: The run would start on this host, which must have what training needs.
+        gpus: It would run on GPUs of other hosts.
     """
     if here:  # a run checks its GPUs before the ranks meet
         check_gpus()
@@ -150,7 +154,8 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
     train = config.train
     data, validation = _open_data(config) if is_prepared(config.data) else (None, {})
     sets = [] if data is None else [data, *validation.values()]
-    resolved = _resolve_model(config, batch, ds_config, objective, sets, local=False, here=here)
+    others = None if here else gpus
+    resolved = _resolve_model(config, batch, ds_config, objective, sets, local=False, gpus=others)
     steps = train.max_steps if data is None else count_steps(train, len(data))
     _check_steps(train, steps, ranks)
     rehearse_export(resolved.model, config)
@@ -170,11 +175,18 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
     return PlannedRun(**vars(resolved), data=data, steps=steps, order=order)
 
 
+def resolve_deepspeed(config: RunConfig, batch: Batch) -> DsConfig:
+    """Return the DeepSpeed configuration. Raises UserError if a teacher or the recipe excludes it."""
+    ds_config = deepspeed_config(config, batch)
+    check_teacher_storage(config, ds_config)
+    return ds_config
+
+
 def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, DsConfig]:
     """Return the batch and the DeepSpeed configuration. If `here`, also check this host."""
     train = config.train
     batch = solve_batch(train.global_batch_size, train.micro_batch_size, ranks, train.sequence_parallel)
-    ds_config = deepspeed_config(config, batch)
+    ds_config = resolve_deepspeed(config, batch)
     if here:
         check_deepspeed_host(ds_config)
         for package in filter(None, map(LOGGER_PACKAGES.get, train.report_to)):
@@ -197,9 +209,8 @@ def _resolve_model(
     ds_config: DsConfig,
     objective: Objective,
     sets: Sequence[TokenDataset],
-    *,
-    local: bool,
-    here: bool,
+    local: bool = True,
+    gpus: bool | None = None,
 ) -> ResolvedRecipe:
     """Return the recipe with its model.
 
@@ -208,19 +219,18 @@ def _resolve_model(
         batch: Rows of a step.
         ds_config: The resolved DeepSpeed configuration.
         objective: The objective.
-        sets: The data sets that the model must be able to read.
-        local: Whether the model must be available.
-        here: Whether this host must have the attention of the recipe.
+        sets: The data sets that the model must be able to read, the training data first.
+        local: Whether the model and the teacher must be available.
+        gpus: Whether the run is on GPUs, if it is on other hosts.
     """
     hf_config = model_config(config.model, online=local)
     check_context(hf_config, config.data.sequence_len)
+    check_shape(hf_config)
     check_sequence_parallel(config, hf_config)
     for rows in sets:
         check_fits(hf_config, config.model, rows.manifest)
-    attention: str = config.model.attn_implementation
-    shared = config.train.sequence_parallel > 1
-    if here or (shared and attention in ("sdpa", "eager")):
-        attention = usable_attention(config.model, hf_config, shared)
+    attention = usable_attention(config.model, hf_config, config.train.sequence_parallel > 1, gpus)
+    check_teacher(config, hf_config, [rows.manifest for rows in sets[:1]], local, gpus)
     model = _build_meta_model(config, hf_config)
     path = config.model.path
     if path is not None and (local or Path(path).exists()):
@@ -331,13 +341,6 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
         tile_mlps(model, hf_config.get_text_config().hidden_size)
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
-    for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
-        value = None
-        with contextlib.suppress(Exception):  # a property that fails, or one for single layers
-            value = getattr(hf_config.get_text_config(), key)
-        if type(value) is not int or value < 1:
-            problem = f"model_type {hf_config.model_type} has no {key} for all layers; choose a transformer"
-            raise UserError(problem, code="architecture")
     return model
 
 

@@ -25,8 +25,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from emo.common.cli.progress import make_console
-from emo.common.config.recipe import apply_override
-from emo.common.errors import FailureError, UserError
+from emo.common.config.recipe import apply_override, parse_section
+from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import part_file
 from emo.common.provenance import shipped
 from emo.common.text import counted
@@ -35,18 +35,20 @@ from emo.data_prep.shards.scores import top_dtype
 from ..batches.config import Batch, solve_batch
 from ..batches.order import REPEATED, MixedOrder, Portion
 from ..config import RunConfig, load_config
-from ..engine.device.devices import on_gpu
+from ..engine.activations import find_mlps
+from ..engine.device.devices import on_gpu, usable_attention
 from ..engine.device.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
-from ..engine.ds_config import EIGHT_BIT, DsConfig, deepspeed_config, zero_stage
+from ..engine.ds_config import EIGHT_BIT, DsConfig, zero_stage
 from ..engine.schedule import draw_schedule
+from ..engine.sequence import check_sequence_parallel
 from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
 from ..model.nf4 import linear_weights
 from ..model.objective.config import BASE, ends
-from ..model.teacher import KEY, teacher_config
+from ..model.teacher import KEY, check_teacher, teacher_config
 from . import footprint
-from .checks import PlannedRun, TrainingRun, check_plan
+from .checks import PlannedRun, TrainingRun, check_plan, resolve_deepspeed
 from .footprint import MOMENTS_8BIT, Memory, Setup, Sizes, Time
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ TRUST = (
 )
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # in ds_configs/
 LOST_BELOW = 0.001  # learning rate, see docs/how-to/out-of-memory.md
+TEACHER = ("teacher", "copied", "teacher_width", "averaged")  # fields of a setup
 EQUAL_SPEED = 0.01  # settings whose speeds differ by less are ranked by memory
 
 
@@ -120,6 +123,7 @@ def setup_of(
     ds_config: DsConfig,
     objective: Objective,
     attended: float | None = None,
+    other: Setup | None = None,
 ) -> Setup:
     """Return the settings of a recipe that memory and time depend on.
 
@@ -129,6 +133,7 @@ def setup_of(
         ds_config: Its resolved DeepSpeed configuration.
         objective: What it minimises.
         attended: Mean tokens that a token attends to; None if one document fills each row.
+        other: Settings with the same teacher, which is then not built.
     """
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
@@ -168,6 +173,8 @@ def setup_of(
         written=share * on_policy.tokens if on_policy else 0.0,
         demonstrated=share if on_policy and on_policy.context == "demonstration" else 0.0,
     )
+    if other is not None:
+        return dataclasses.replace(setup, **{name: getattr(other, name) for name in TEACHER})
     return _add_teacher(setup, config) if config.objective.has_live_teacher else setup
 
 
@@ -182,8 +189,12 @@ def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
     except UserError as error:
         log.warning("the plan does not include the teacher: %s", error)
         return setup
-    with torch.device("meta"):
-        sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
+    try:
+        with torch.device("meta"):
+            sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
+    except Exception as error:  # transformers raises anything for a model that is not a causal LM
+        problem = f"{KEY}={chosen.path} describes no model that can be planned ({one_line(error, 250)})"
+        raise UserError(problem, code="architecture") from None
     width = 2 if chosen.dtype == "bfloat16" else 4
     copied = teacher is not None
     return dataclasses.replace(setup, teacher=sizes, copied=copied, teacher_width=width, averaged=averaged)
@@ -256,7 +267,7 @@ def print_plan(
         here: Check this host as training does.
         document_tokens: Mean length of the documents, instead of that in the prepared data.
     """
-    ready = check_plan(config, ranks, here=here)
+    ready = check_plan(config, ranks, here=here, gpus=cluster is not None)
     sizes = sizes_of(ready.model, ready.hf_config, config.model.linear_dtype)
     attended, span = attention_span(config, ready, document_tokens)
     setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended)
@@ -266,7 +277,7 @@ def print_plan(
         table.add_row(*row)
     if cluster is not None:
         table.add_section()
-        for row in _cluster_rows(config, ready.steps, sizes, setup, cluster, span):
+        for row in _cluster_rows(Alternatives(config, ready, sizes, setup, cluster), span):
             table.add_row(*row)
     make_console().print(table)
     for warning in collect_warnings(config, ready, on_cpu=cluster is None and not on_gpu()):
@@ -352,10 +363,10 @@ def _describe_steps(config: RunConfig, ready: PlannedRun | TrainingRun) -> str:
     return f"{steps:,} ({counted(len(ready.data), 'row')}, {passes})"
 
 
-def _cluster_rows(
-    config: RunConfig, steps: int | None, sizes: Sizes, setup: Setup, cluster: Cluster, span: str
-) -> Rows:
+def _cluster_rows(plan: Alternatives, span: str) -> Rows:
     """Return the rows of a plan that predict memory and time on a cluster."""
+    config, sizes, setup, cluster = plan.config, plan.sizes, plan.setup, plan.cluster
+    steps = plan.ready.steps
     time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
     tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
     mfu = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
@@ -368,7 +379,7 @@ def _cluster_rows(
     rows = [
         ("on", f"{cluster.gpus} x {cluster.kind}, {cluster.memory / GIB:.1f} GiB of each usable"),
         ("memory per GPU", memory_line(footprint.memory(sizes, setup).peak, 1)),
-        ("fits", describe_fit(sizes, setup, cluster)),
+        ("fits", describe_fit(plan)),
         ("documents", span),
         ("step", sum_line(time._asdict(), 2, "s")),
         ("speed", f"{tokens:,.0f} tokens/s, {tokens / setup.ranks:,.0f} per GPU, MFU {mfu:.0%}"),
@@ -471,38 +482,132 @@ def memory_line(parts: dict[str, float], digits: int) -> str:
     return sum_line(scaled, 1 if small else digits, "MiB" if small else "GiB")
 
 
-def describe_fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
+Settings = dict[str, str | bool | int]  # of a recipe, by key
+
+
+def _join_settings(settings: Settings) -> str:
+    pairs = (
+        (key, str(value).lower() if isinstance(value, bool) else value) for key, value in settings.items()
+    )
+    return " ".join(f"{key}={value}" for key, value in pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternatives:
+    """Other settings of a planned recipe, as far as training accepts them."""
+
+    config: RunConfig
+    ready: PlannedRun
+    sizes: Sizes
+    setup: Setup
+    cluster: Cluster
+
+    def change(self, settings: Settings, gpus: int | None = None) -> Setup | None:
+        """Return the setup with these settings on so many GPUs, or None if training rejects it."""
+        tree = self.config.model_dump(mode="json")
+        try:
+            for key, value in settings.items():
+                apply_override(tree, f"{key}={value}")
+            config = parse_section(RunConfig, tree, "")
+            train = config.train
+            counts = (train.global_batch_size, train.micro_batch_size, gpus or self.setup.ranks)
+            batch = solve_batch(*counts, train.sequence_parallel)
+            ds_config = self.ready.ds_config
+            if config.deepspeed != self.config.deepspeed:
+                ds_config = resolve_deepspeed(config, batch)
+            if batch.sequence != self.setup.sequence:
+                self._check_sharing(config)
+            if config.model.tiled_mlp:
+                find_mlps(self.ready.model)
+        except UserError:
+            return None
+        return setup_of(config, batch, ds_config, self.ready.objective, self.setup.attended, self.setup)
+
+    def _check_sharing(self, config: RunConfig) -> None:
+        """Raise UserError if ranks cannot share rows as a recipe sets it."""
+        check_sequence_parallel(config, self.ready.hf_config)
+        usable_attention(config.model, self.ready.hf_config, shared=True, gpus=True)
+        if self.setup.teacher is not None:
+            check_teacher(config, self.ready.hf_config, [], local=False, gpus=True)
+
+    def fits(self, settings: Settings, certain: bool, gpus: int | None = None) -> bool:
+        """Return whether changed settings fit, or if `certain`, whether they are certain to fit."""
+        setup = self.change(settings, gpus)
+        if setup is None:
+            return False
+        memory = footprint.memory(self.sizes, setup)
+        return (memory.upper_bound if certain else memory.total) <= self.cluster.memory
+
+    @property
+    def checkpoints(self) -> list[bool | str]:
+        """Return the values of model.activation_checkpointing that need less memory than the recipe's."""
+        values: list[bool | str] = [False, True, "offload"]
+        return values[values.index(self.config.model.activation_checkpointing) + 1 :]
+
+    @property
+    def shares(self) -> list[int]:
+        """Return the larger values of train.sequence_parallel that training accepts."""
+        numbers = (n for n in range(self.setup.sequence + 1, NODE + 1) if self.setup.ranks % n == 0)
+        compiled: Settings = {"model.compile": False}  # compiled layers cannot share rows
+        return [n for n in numbers if self.change({"train.sequence_parallel": n, **compiled}) is not None]
+
+    def combine(self, certain: bool) -> Settings | None:
+        """Return the fastest settings that fit, of all that need less memory, without those of the recipe."""
+        options: dict[str, Sequence[str | bool | int]] = {
+            "train.micro_batch_size": [1],
+            "deepspeed": [f"ds_configs/{name}" for name in ("zero3.json", "zero3_offload.json")],
+            "model.activation_checkpointing": self.checkpoints,
+            "model.tiled_mlp": [True],
+            "model.compile": [False] if self.config.model.compile else [],
+            "train.sequence_parallel": self.shares,
+        }
+        rows = itertools.product(*([None, *values] for values in options.values()))
+        changes = [
+            {key: value for key, value in zip(options, row, strict=True) if value is not None} for row in rows
+        ]
+
+        def rank(settings: Settings) -> tuple[int, int]:
+            setup = self.change(settings)
+            assert setup is not None
+            time = footprint.step_time(self.sizes, setup, self.cluster.gpu, self.cluster.network_gb)
+            return round(math.log(time.total) / EQUAL_SPEED), len(settings)
+
+        return min((settings for settings in changes if self.fits(settings, certain)), key=rank, default=None)
+
+
+def describe_fit(plan: Alternatives) -> str:
     """Return whether the run fits, and changes that make it fit, cheapest first."""
-    room = cluster.memory
-    memory = footprint.memory(sizes, setup)
-
-    def fits(**changes: Any) -> bool:
-        changed = footprint.memory(sizes, dataclasses.replace(setup, **changes))
-        return (changed.upper_bound if memory.total <= room else changed.total) <= room
-
+    setup = plan.setup
+    room = plan.cluster.memory
+    memory = footprint.memory(plan.sizes, setup)
+    certain = memory.total <= room
     rows = setup.micro * setup.accumulation
-    micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(micro=m)), 0)
+    micros = (m for m in range(rows, 0, -1) if rows % m == 0)
+    largest = next((m for m in micros if plan.fits({"train.micro_batch_size": m}, certain)), 0)
     if memory.upper_bound <= room:
-        limit = " (all rows of a GPU; for more set a larger train.global_batch_size)" if micro == rows else ""
-        return f"yes; largest train.micro_batch_size that is certain to fit: {micro}{limit}"
-    changes = [f"set train.micro_batch_size={micro}"] if micro else []
-    changes += ["set model.activation_checkpointing=true"] if fits(checkpointing=True) else []
-    changes += ["set deepspeed=ds_configs/zero3.json"] if fits(stage=3) else []
-    for offload, file in ((False, "zero3.json"), (True, "zero3_offload.json")):
-        if not changes and fits(micro=1, checkpointing=True, stage=3, offload_optimizer=offload):
-            keys = f"train.micro_batch_size=1 deepspeed=ds_configs/{file} model.activation_checkpointing=true"
-            changes = [f"set {keys}"]
-    if not changes:  # the model may have other numbers of heads, which training checks
-        sharing = (n for n in range(2, NODE + 1) if setup.ranks % n == 0 and setup.block % n == 0)
-        n = next((n for n in sharing if setup.sequence == 1 and fits(sequence=n)), 1)
-        changes = [f"set train.sequence_parallel={n}"] if n > 1 else []
-    enough = next((n for i in range(1, 8) if fits(ranks=(n := cluster.gpus * 2**i))), None)
-    changes += [f"take {enough} GPUs"] if enough else []
-    remedies = "; or ".join(changes or ["no single change helps: take GPUs with more memory, or model.lora"])
+        limit = (
+            " (all rows of a GPU; for more set a larger train.global_batch_size)" if largest == rows else ""
+        )
+        return f"yes; largest train.micro_batch_size that is certain to fit: {largest}{limit}"
+    kinds: list[list[Settings]] = [
+        [{"train.micro_batch_size": largest}] if largest else [],
+        [{"model.activation_checkpointing": value} for value in plan.checkpoints],
+        [{"deepspeed": "ds_configs/zero3.json"}],
+        [{"train.sequence_parallel": n} for n in plan.shares],
+    ]
+    fitting = (next((s for s in kind if plan.fits(s, certain)), None) for kind in kinds)
+    changes = [settings for settings in fitting if settings]
+    if not changes and (settings := plan.combine(certain)):
+        changes = [settings]
+    remedies = [f"set {_join_settings(settings)}" for settings in changes]
+    counts = (plan.cluster.gpus * 2**i for i in range(1, 8))
+    enough = next((n for n in counts if plan.fits({}, certain, n)), None)
+    remedies += [f"take {enough} GPUs"] if enough else []
+    remedy = "; or ".join(remedies or ["no other settings help: take GPUs with more memory, or model.lora"])
     if memory.total > room:
-        return f"NO; {remedies}"
+        return f"NO; {remedy}"
     predicted = f"tight: {memory.total / GIB:.1f} of {room / GIB:.1f} GiB, and all memory except states may"
-    return f"{predicted} be {footprint.MEMORY_ERROR:.0%} higher; to be safe {remedies}"
+    return f"{predicted} be {footprint.MEMORY_ERROR:.0%} higher; to be safe {remedy}"
 
 
 class Choice(NamedTuple):
@@ -514,7 +619,7 @@ class Choice(NamedTuple):
     time: Time
 
     @property
-    def settings(self) -> dict[str, str | bool | int]:
+    def settings(self) -> Settings:
         """Return the recipe's keys for this choice."""
         checkpoints = "offload" if self.setup.offload_activations else True
         return {
@@ -538,11 +643,20 @@ class Choice(NamedTuple):
 
 def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None = None) -> Choice:
     """Print the fastest settings that are certain to fit, and return the best of them."""
-    ready = check_plan(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus)
+    plain = _without_choice(config, Path("ds_configs/zero2.json"))
+    ready = check_plan(plain, cluster.gpus, gpus=True)
     sizes = sizes_of(ready.model, ready.hf_config, config.model.linear_dtype)
     attended, span = attention_span(config, ready, document_tokens)
     candidates = list(choices(config, sizes, ready.objective, cluster, attended))
     best = _rank_choices(candidates, cluster)[:3]
+    if not best:
+        setup = setup_of(plain, ready.batch, ready.ds_config, ready.objective, attended)
+        settings = Alternatives(plain, ready, sizes, setup, cluster).combine(certain=True) or {}
+        chosen = candidates[0].settings  # by this search, except an offload
+        others = {key: v for key, v in settings.items() if key not in chosen or v == "offload"}
+        if others and config.model.compile:  # which excludes tiles
+            others["model.compile"] = False
+        raise _nothing_fits(candidates, cluster, others)
     room = f"settings that are certain to fit into {cluster.memory / GIB:.1f} GiB of each"
     error = f"even if all memory except states is {footprint.MEMORY_ERROR:.0%} higher than predicted"
     table = Table(title=f"{cluster.gpus} x {cluster.kind}: {room}, {error}", padding=(0, 0))
@@ -556,7 +670,7 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
         train = config.train
         counts = (train.global_batch_size, train.micro_batch_size, cluster.gpus)
         batch = solve_batch(*counts, train.sequence_parallel)
-        setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective, attended)
+        setup = setup_of(config, batch, resolve_deepspeed(config, batch), ready.objective, attended)
         current = Choice.predict(config.deepspeed, setup, sizes, cluster)
         table.add_section()
         table.add_row("recipe", *_choice_cells(current, sizes, cluster))
@@ -576,23 +690,23 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
 
 
 def _rank_choices(candidates: list[Choice], cluster: Cluster) -> list[Choice]:
-    """Return the choices that are certain to fit, best first, with the best micro-batch of every kind.
-
-    Raises FailureError if none fits.
-    """
-    room = cluster.memory
-    fitting = [choice for choice in candidates if choice.memory.upper_bound <= room]
-    if not fitting:
-        smallest = min(candidates, key=lambda choice: choice.memory.upper_bound)
-        size = f"{smallest.memory.upper_bound / GIB:.1f} GiB of {room / GIB:.1f}"
-        needs = f"{smallest.file.name} may need {size}"
-        problem = f"no configuration is certain to fit on {cluster.gpus} x {cluster.kind} ({needs})"
-        raise FailureError(f"{problem}. Take more or larger GPUs, or set model.lora.", code="nothing-fits")
+    """Return the choices that are certain to fit, best first, with the best micro-batch of every kind."""
+    fitting = [choice for choice in candidates if choice.memory.upper_bound <= cluster.memory]
     fitting.sort(key=lambda choice: (-round(math.log(choice.speed) / EQUAL_SPEED), choice.memory.total))
     best: dict[tuple[Path, bool, bool], Choice] = {}
     for choice in fitting:
         best.setdefault((choice.file, choice.setup.checkpointing, choice.setup.compiled), choice)
     return list(best.values())
+
+
+def _nothing_fits(candidates: list[Choice], cluster: Cluster, settings: Settings) -> FailureError:
+    """Return the error if no choice is certain to fit. With `settings` the recipe would be."""
+    smallest = min(candidates, key=lambda choice: choice.memory.upper_bound)
+    size = f"{smallest.memory.upper_bound / GIB:.1f} GiB of {cluster.memory / GIB:.1f}"
+    needs = f"{smallest.file.name} may need {size}"
+    problem = f"no configuration is certain to fit on {cluster.gpus} x {cluster.kind} ({needs})"
+    cure = f"Set {_join_settings(settings)}" if settings else "Take more or larger GPUs, or set model.lora"
+    return FailureError(f"{problem}. {cure}.", code="nothing-fits")
 
 
 def _choice_cells(choice: Choice, sizes: Sizes, cluster: Cluster) -> list[str]:
@@ -635,7 +749,7 @@ def choices(
     for file in (Path("ds_configs") / name for name in files):
         plain = _without_choice(config, file)
         try:
-            base = setup_of(plain, batch, deepspeed_config(plain, batch), objective, attended)
+            base = setup_of(plain, batch, resolve_deepspeed(plain, batch), objective, attended)
         except UserError as error:
             errors.append(error)
             continue

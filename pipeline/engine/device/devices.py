@@ -88,22 +88,30 @@ def find_c_compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
-def usable_attention(model: ModelConfig, config: PretrainedConfig, shared: bool = False) -> str:
-    """Return the attention implementation of a model on this host. For `auto`, the first that works.
+def usable_attention(
+    model: ModelConfig, config: PretrainedConfig, shared: bool = False, gpus: bool | None = None
+) -> str:
+    """Return the attention implementation of a model. For `auto`, the first that works on this host.
 
-    shared: several ranks share each row, which needs an attention that takes the bounds of documents.
+    Args:
+        model: The section of the recipe.
+        config: The model.
+        shared: Several ranks share each row, which needs an attention that takes the bounds of documents.
+        gpus: Whether the run is on GPUs, if it is on other hosts. Then `auto` is not resolved.
     """
     requested = model.attn_implementation
     if shared and not uses_segments(requested):
-        if requested == "auto" and (obstacle := _attention_obstacle(VARLEN, model, config)) is None:
+        if requested == "auto" and (obstacle := _attention_obstacle(VARLEN, model, config, gpus)) is None:
             return VARLEN
         reason = obstacle if requested == "auto" else f"model.attn_implementation={requested} needs a mask"
         problem = f"train.sequence_parallel needs model.attn_implementation={VARLEN} or flash_attention_2"
         raise UserError(f"{problem}, but {reason}", code="sequence-parallel")
     if requested != "auto":
-        if obstacle := _attention_obstacle(requested, model, config):
+        if obstacle := _attention_obstacle(requested, model, config, gpus):
             problem = f"model.attn_implementation={requested} cannot be used: {obstacle}"
             raise UserError(f"{problem}. Set model.attn_implementation=auto", code="attention")
+        return requested
+    if gpus is not None:
         return requested
     skipped = []
     for name in PREFERENCE:
@@ -125,22 +133,14 @@ def family_supports(config: PretrainedConfig, attention: str) -> bool:
     return all(getattr(family, flag) for flag in SUPPORT_FLAGS[attention])
 
 
-def _attention_obstacle(name: str, model: ModelConfig, config: PretrainedConfig) -> str | None:
-    """Return why this host or the model cannot use an attention implementation, or None."""
-    if name == "flash_attention_2" and not on_gpu():
-        return "no GPU"
-    if uses_segments(name) and on_gpu():
-        if model.dtype == "float32":
-            return "it needs half precision, but model.dtype is float32"
-        if name == "flash_attention_2":
-            try:
-                import flash_attn  # noqa: F401
-            except ImportError as error:
-                return f"flash-attn cannot be imported ({one_line(error)})"
-        elif not torch.backends.cuda.is_flash_attention_available() or not kernel_is_new_enough():
-            return "this build of PyTorch lacks its kernel"
-        elif torch.cuda.get_device_capability() < (8, 0):
-            return "it needs a GPU of compute capability 8.0 or newer"
+def _attention_obstacle(
+    name: str, model: ModelConfig, config: PretrainedConfig, gpus: bool | None = None
+) -> str | None:
+    """Return why the model, or this host unless `gpus` is set, cannot use an attention implementation."""
+    if uses_segments(name) and (on_gpu() if gpus is None else gpus) and model.dtype == "float32":
+        return "it needs half precision, but model.dtype is float32"
+    if gpus is None and (obstacle := _host_obstacle(name)):
+        return obstacle
     if not family_supports(config, name):
         return f"{config.model_type} models do not support it"
     if name == VARLEN:
@@ -150,6 +150,23 @@ def _attention_obstacle(name: str, model: ModelConfig, config: PretrainedConfig)
                 return f"it supports neither dropout nor a soft cap, and the model has {key}={value}"
         if (size := getattr(text, "head_dim", None) or 0) > LARGEST_HEAD:
             return f"it supports heads of at most {LARGEST_HEAD} values, and the model's have {size}"
+    return None
+
+
+def _host_obstacle(name: str) -> str | None:
+    """Return why this host cannot use an attention implementation, or None."""
+    if not on_gpu():
+        return "no GPU" if name == "flash_attention_2" else None
+    if name == "flash_attention_2":
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError as error:
+            return f"flash-attn cannot be imported ({one_line(error)})"
+    if name == VARLEN:
+        if not torch.backends.cuda.is_flash_attention_available() or not kernel_is_new_enough():
+            return "this build of PyTorch lacks its kernel"
+        if torch.cuda.get_device_capability() < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or newer"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def test_passkeys_equal_greedy_generation(model: Path, file: Path, tmp_path: Pat
     network, tokenizer = job.model.model, job.model.tokenizer
     rows = PasskeyTask(file).prepare(tokenizer, LONGEST, 3)
     assert result["n"] == len(rows) == 3 * len(DEPTHS) and result["lengths"][0]["label"] == "256 tokens"
-    numbers = {i for piece, i in tokenizer.get_vocab().items() if piece[:1].isdigit()}
+    numbers = {i for i in range(len(tokenizer)) if tokenizer.decode([i])[:1].isdigit()}
     greedy = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     places = []
     for row in rows:
@@ -92,6 +93,19 @@ def test_passkeys_equal_greedy_generation(model: Path, file: Path, tmp_path: Pat
         expected *= written[:-1] == answer.tolist()
         assert PasskeyTask(file).score_row(job.model, row)["value"] == expected
     assert all((np.diff(places[i : i + 5]) > 0).all() for i in (0, 5, 10))
+
+
+@pytest.mark.parametrize(("last", "value"), [("<0x37>", 0.0), ("<0x0A>", 1.0), ("</s>", 1.0)])
+def test_a_longer_number_is_not_the_passkey(last: str, value: float, model: Path, file: Path) -> None:
+    """Also if the tokenizer writes its last digit as a byte."""
+    tokenizer = EvaluatedModel(str(model), "tiny").tokenizer
+    row = PasskeyTask(file).prepare(tokenizer, LONGEST, 1)[0]
+    best = [*row["ids"][1:].tolist(), tokenizer.convert_tokens_to_ids(last)]
+    assert best[-1] not in (None, tokenizer.unk_token_id)
+    oracle: Any = SimpleNamespace(
+        scorer=SimpleNamespace(read_text=lambda _: (None, best)), tokenizer=tokenizer
+    )
+    assert PasskeyTask(file).score_row(oracle, row)["value"] == value
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "llama-dynamic"))

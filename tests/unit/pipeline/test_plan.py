@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from emo.common.errors import ExitCode, UserError
+from emo.common.errors import ExitCode, FailureError, UserError
 from emo.data_prep.config import load_data_config
 from emo.pipeline.batches.order import MixedOrder
 from emo.pipeline.cli import main
@@ -31,16 +31,19 @@ from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check_plan
 from emo.pipeline.planning.footprint import Setup
 from emo.pipeline.planning.plan import (
+    Alternatives,
     Choice,
     choices,
     describe_fit,
     domain_rows,
     print_best,
     print_plan,
+    setup_of,
     sizes_of,
 )
 from tests.conftest import REPO
 from tests.helpers import corpus, published
+from tests.helpers.families import family
 from tests.helpers.refusals import refused
 from tests.unit.common.test_shipped_recipes import ALONE
 from tests.unit.common.test_shipped_recipes import RECIPES as SHIPPED
@@ -72,6 +75,14 @@ def every_choice(config: RunConfig, gpus: str) -> list[Choice]:
     cluster = parse_cluster(gpus)
     ready = check_plan(config, cluster.gpus)
     return list(choices(config, sizes_of(ready.model, ready.hf_config), ready.objective, cluster))
+
+
+def alternatives(overrides: list[str], gpus: str) -> Alternatives:
+    config, cluster = load_config(LLAMA, ["output_dir=runs/unstarted", *overrides]), parse_cluster(gpus)
+    ready = check_plan(config, cluster.gpus, gpus=True)
+    sizes = sizes_of(ready.model, ready.hf_config, config.model.linear_dtype)
+    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
+    return Alternatives(config, ready, sizes, setup, cluster)
 
 
 def cells(printed: str) -> dict[str, list[str]]:
@@ -243,6 +254,31 @@ def test_a_dry_run_rejects_what_training_rejects(override: str, planned: bool) -
             check_plan(config, 1)
 
 
+@pytest.mark.parametrize(
+    ("code", "name", "changes", "ranks"),
+    [
+        ("teacher-context", "llama", {"max_position_embeddings": 128}, 1),
+        ("sequence-parallel", "llama", {"max_position_embeddings": 512}, 4),
+        ("sequence-parallel", "gemma2", {"max_position_embeddings": 512}, 2),
+        ("architecture", "mamba", {}, 1),
+        ("architecture", "t5", None, 1),
+        ("model", None, {}, 1),
+    ],
+)
+def test_a_plan_rejects_a_teacher_as_training_does(
+    code: str, name: str | None, changes: dict[str, Any] | None, ranks: int, tmp_path: Path
+) -> None:
+    """Even if the data are not prepared. A teacher that is not on this machine is not checked."""
+    if changes is None:
+        T5Config(vocab_size=1600, d_model=16, d_kv=8, d_ff=16, num_layers=1).save_pretrained(tmp_path)
+    elif name is not None:
+        family(name, vocab_size=1600, **changes).config.save_pretrained(tmp_path)
+    settings = f"train.sequence_parallel={ranks}", "data.dir=runs/unprepared", "output_dir=runs/unstarted"
+    teacher = f"objective={{name: kl, teacher: {{model: {tmp_path}}}}}"
+    with refused(code):
+        print_plan(load_config(QUICKSTART, [*settings, teacher]), ranks)
+
+
 def test_attention_is_planned_for_the_documents_in_the_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,15 +431,75 @@ def test_communication_of_the_zero_stages() -> None:
 
 def test_remedies_of_a_run_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is `tight` if it fits only with an exact prediction."""
-    setup = Setup(4, 3, 16, 2048)
-    needed = footprint.memory(LLAMA_7B, setup).total
+    batch = ["data.sequence_len=2048", "train.global_batch_size=64", "train.micro_batch_size=16"]
+    plan = alternatives([*batch, "deepspeed=ds_configs/zero3.json"], "4xA100-80G")
+    needed = footprint.memory(plan.sizes, plan.setup).total
     for room, answer in ((needed * 1.5, "yes; "), (needed * 1.02, "tight: "), (needed * 0.9, "NO; ")):
         monkeypatch.setattr(Cluster, "memory", room)
-        text = describe_fit(LLAMA_7B, setup, Cluster(4, "A100-80G"))
+        text = describe_fit(plan)
         assert text.startswith(answer) and ("activation_checkpointing" in text) == (answer != "yes; ")
         micro = int(re.search(r"train.micro_batch_size(?:=|.*: )(\d+)", text)[1])  # type: ignore[index]
-        assert footprint.memory(LLAMA_7B, dataclasses.replace(setup, micro=micro)).total <= room
+        assert footprint.memory(plan.sizes, dataclasses.replace(plan.setup, micro=micro)).total <= room
         assert ("global_batch_size" in text) == (answer == "yes; ")
     monkeypatch.setattr(Cluster, "memory", needed * 1.5)
-    accumulated = dataclasses.replace(setup, accumulation=16)
-    assert "global_batch_size" not in describe_fit(LLAMA_7B, accumulated, Cluster(4, "A100-80G"))
+    accumulated = [*batch, "deepspeed=ds_configs/zero3.json", "train.global_batch_size=1024"]
+    assert "global_batch_size" not in describe_fit(alternatives(accumulated, "4xA100-80G"))
+
+
+def test_a_teacher_with_weights_excludes_files() -> None:
+    """A plan rejects a file as training does, and the best settings have another."""
+    teacher = ["objective={name: kl, teacher: base}", "train.global_batch_size=32"]
+    config = load_config(LLAMA, ["output_dir=runs/unstarted", *teacher])
+    assert {choice.file.name for choice in every_choice(config, "16xA100-80G")} == {
+        *("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
+    }
+    with refused("teacher-hpz"):
+        check_plan(config.model_copy(update={"deepspeed": Path("ds_configs/zero3_hpz.json")}), 16)
+
+
+LONG = ["train.global_batch_size=8", "train.micro_batch_size=1", "deepspeed=ds_configs/zero2.json"]
+ZERO3 = [*LONG, "deepspeed=ds_configs/zero3.json", "model.activation_checkpointing=true"]
+HEADS = [f"model.architecture.{key}" for key in ("num_attention_heads=28", "hidden_size=3584")]
+HEADS += ["model.architecture.num_key_value_heads=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "block", "keys"),
+    [
+        (LONG, 131_072, ["checkpointing=offload"]),
+        ([*LONG, "model.activation_checkpointing=offload"], 196_608, ["parallel=2"]),
+        (ZERO3, 524_288, ["parallel=8"]),
+        ([*ZERO3, *HEADS], 524_288, ["zero3_offload", "parallel=4"]),
+        ([*ZERO3, "model.compile=true"], 524_288, ["compile=false", "parallel=8"]),
+        ([*ZERO3, "model.attn_implementation=sdpa"], 524_288, []),
+        ([*ZERO3, "model.architecture.attention_dropout=0.1"], 524_288, []),
+        ([*ZERO3, "model.dtype=float32"], 524_288, []),
+        ([*ZERO3, "objective={name: kl, teacher: {model: TEACHER}}"], 524_288, ["parallel=2"]),
+        ([*LONG, "model.lora={base_dtype: nf4}"], 131_072, ["checkpointing=offload"]),
+    ],
+)
+def test_training_accepts_the_remedies(
+    overrides: list[str], block: int, keys: list[str], tmp_path: Path
+) -> None:
+    """A recipe fits with each of the changes that its plan names, of which some have the `keys`."""
+    shape = family("llama", vocab_size=32_000, max_position_embeddings=block).config
+    shape.save_pretrained(tmp_path)
+    length = [f"data.sequence_len={block}", f"model.architecture.max_position_embeddings={block}"]
+    settings = [*length, *(override.replace("TEACHER", str(tmp_path)) for override in overrides)]
+    text = describe_fit(alternatives(settings, "8xH100-80G"))
+    remedies = re.findall(r"set ([^;]*)", text)
+    assert bool(remedies) == bool(keys) and all(key in text for key in keys), text
+    for remedy in remedies:
+        assert not describe_fit(alternatives([*settings, *remedy.split()], "8xH100-80G")).startswith("NO")
+
+
+@pytest.mark.parametrize("compiled", ([], ["model.compile=true"]))
+def test_the_best_settings_name_the_others_that_fit(compiled: list[str]) -> None:
+    """Those that `print_best` does not choose itself."""
+    length = ["data.sequence_len=131072", "model.architecture.max_position_embeddings=131072"]
+    with pytest.raises(FailureError, match="sequence_parallel") as error:
+        print_best(load_config(LLAMA, [*LONG, *length, *compiled]), parse_cluster("8xH100-80G"))
+    assert error.value.code == "nothing-fits"
+    settings = re.findall(r"[a-z]+\.[a-z_]+=[a-z0-9]+", str(error.value))
+    config = load_config(LLAMA, [*LONG, *length, *compiled, *settings])
+    print_best(config, parse_cluster("8xH100-80G"))

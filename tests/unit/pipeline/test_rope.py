@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from emo.common.config.recipe import parse_section
-from emo.common.io.weights import context_length, load_causal_lm, load_model_config
+from emo.common.io.weights import context_length, load_causal_lm, load_model_config, rope_type
 from emo.data_prep.config import load_data_config
-from emo.pipeline.config import load_config
-from emo.pipeline.model.build import load_pretrained, model_config
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.model.build import check_context, load_pretrained, model_config
 from emo.pipeline.model.config import ModelConfig, RopeConfig
-from emo.pipeline.model.rope import check_rope, extend_rope, is_scaled
+from emo.pipeline.model.rope import check_rope, extend_rope
 from emo.pipeline.model.teacher import teacher_config
 from tests.helpers.exporting import write
 from tests.helpers.families import FAMILIES, family, tiny_llama
@@ -125,11 +126,45 @@ def test_context_of_data_and_teacher(model: Path, tmp_path: Path, lora: tuple[st
         load_config(path, ["model.lora.r=4", "model.lora.export=adapter"])
 
 
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        ("{type: yarn, factor: '4'}", None),
+        ("{theta: 1.0e+6, max_position_embeddings: 512.0}", None),
+        ("{theta: 1.0e+6, max_position_embeddings: '128'}", "context"),
+        ("{type: yarn, factor: 2}", "context"),
+        ("{type: linear, factor: 4, original_max_position_embeddings: 32}", "context"),
+    ],
+)
+def test_prepare_judges_a_recipe_as_training_does(
+    keys: str, code: str | None, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(path=model))
+    wrong = [contextlib.nullcontext() if code is None else refused(code) for _ in range(2)]
+    with wrong[0]:
+        load_data_config(path, [f"model.rope={keys}"], RunConfig)
+    with wrong[1]:
+        config = load_config(path, [f"model.rope={keys}"])
+        check_context(model_config(config.model), config.data.sequence_len)
+
+
+@pytest.mark.parametrize("name", ("llama-dynamic", "gemma3_text-layers", "phi3", "phimoe", "falcon-alibi"))
+def test_prepare_refuses_rope_that_cannot_be_changed(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(path=tmp_path))
+    family(name).config.save_pretrained(tmp_path)
+    with refused("rope"):
+        load_data_config(path, [])
+    with refused("rope"):
+        model_config(load_config(path, []).model)
+
+
 WRONG: tuple[dict[str, Any], ...] = (
     *({}, {"type": "yarn"}, {"factor": 4, "theta": 1e6}, {"type": "linear", "factor": 0.5}),
     *({"type": "linear", "factor": 4, "beta_fast": 32}, {"type": "longrope", "factor": 4}),
     *({"type": "yarn", "factor": 4, "beta_fast": 1}, {"type": "llama3", "factor": 4, "low_freq_factor": 8}),
-    {"type": "yarn", "factor": 4, "max_position_embeddings": 512},
+    *({"type": "yarn", "factor": 4, "max_position_embeddings": 512}, {"type": "yarn", "factor": 1e6}),
 )
 
 
@@ -139,11 +174,29 @@ def test_wrong_keys_are_refused(keys: dict[str, Any]) -> None:
         rope(**keys)
 
 
-@pytest.mark.parametrize("name", ("gpt2", "falcon-alibi", "mamba", "recurrent_gemma"))
-def test_models_without_such_rope_are_refused(name: str) -> None:
-    linear = rope(type="linear", factor=4)
+WITHOUT = ("gpt2", "falcon-alibi", "mamba", "recurrent_gemma", "granitemoehybrid", "gemma3_text", "phimoe")
+
+
+@pytest.mark.parametrize("keys", (ROPES["linear"], ROPES["theta"]), ids=("linear", "theta"))
+@pytest.mark.parametrize("name", WITHOUT)
+def test_models_without_such_rope_are_refused(name: str, keys: dict[str, Any]) -> None:
+    """Also those of which no layer has it: recurrent layers, layers with a window, no positions at all."""
+    changed = rope(**keys)
     with refused("rope"):
-        check_rope(AutoModelForCausalLM.from_config(extend_rope(family(name).config, linear)), linear)
+        check_rope(AutoModelForCausalLM.from_config(extend_rope(family(name).config, changed)), changed)
+
+
+@pytest.mark.parametrize("kind", ("yarn", "dynamic", "linear"))
+def test_a_model_that_does_not_name_the_size_of_its_heads(kind: str, tmp_path: Path) -> None:
+    short = family("mixtral")
+    assert short.config.head_dim is None
+    short.save_pretrained(tmp_path / "short")
+    extended = load(tmp_path / "short", **ROPES[kind])
+    with torch.no_grad():
+        expected = extended(LONG, use_cache=False).logits
+        again = AutoModelForCausalLM.from_pretrained(write(extended, tmp_path / "export"))
+        assert torch.allclose(again.eval()(LONG, use_cache=False).logits, expected, atol=1e-4)
+        assert not torch.allclose(short(LONG, use_cache=False).logits, expected, atol=1e-4)
 
 
 def test_layers_with_a_window_keep_their_rope() -> None:
@@ -171,4 +224,4 @@ def test_a_scaled_model_needs_its_original_context(model: Path, tmp_path: Path) 
     assert load(tmp_path, theta=1e6).config.rope_parameters["rope_type"] == "yarn"
     with refused("rope"):  # the factor sets the context
         load(tmp_path, theta=1e6, max_position_embeddings=512)
-    assert is_scaled(other) and not is_scaled(load_model_config(model))
+    assert rope_type(other) == "linear" and rope_type(load_model_config(model)) == "default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,15 @@ from emo.pipeline.engine.sequence import check_sequence_parallel, cut_bounds
 from emo.pipeline.loss.models.head import BOUNDS, sum_by_document
 from emo.pipeline.loss.models.varlen import VARLEN
 from emo.pipeline.planning import footprint
+from emo.pipeline.planning.checks import check_plan
 from tests.conftest import REPO
-from tests.helpers.families import family
+from tests.helpers.families import FAMILIES, family
 from tests.helpers.refusals import refused
 from tests.helpers.sequence_worker import ROWS, read_rows
 
 BLOCK = 24
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+GEMMA2 = {"model_type": "gemma2"} | FAMILIES["gemma2"]
 ON_POLICY = 'objective={"name": "kl", "teacher": {"model": "org/model"}, "on_policy": {"share": 0.5}}'
 
 
@@ -59,10 +62,26 @@ def llama(heads: int = 8, keys: int = 2, **changes: Any) -> PretrainedConfig:
 
 
 @pytest.mark.parametrize(
+    ("block", "n", "lengths"),
+    [(63, 8, {"56", "64"}), (66, 8, {"64"}), (5, 8, {"8"}), (3, 65, set()), (2**20 - 1, 2, {"1048574"})],
+)
+def test_named_lengths_are_valid(block: int, n: int, lengths: set[str]) -> None:
+    """They have more than one token, and fit into the context of the model."""
+    context = 2**20 - 1 if block > 2**19 else 64
+    with refused("sequence-parallel") as error:
+        check_sequence_parallel(
+            settings(n, f"data.sequence_len={block}"), llama(max_position_embeddings=context)
+        )
+    cure = str(error.value).partition("Set ")[2]
+    named = set(re.findall(r"\d+", cure.partition(" and prepare")[0])) if "prepare" in cure else set()
+    assert named == lengths
+
+
+@pytest.mark.parametrize(
     ("n", "overrides", "model", "message"),
     [
         (8, (), {"heads": 12, "keys": 4}, "one of 1, 2, 4, 12"),
-        (3, (), {}, "data.sequence_len=63 or 66"),
+        (3, (), {}, "data.sequence_len=63 and"),
         (2, ("model.compile=true",), {}, "model.compile"),
         (2, (ON_POLICY,), {}, "objective.on_policy"),
         (2, ("train.kl_from_base=8",), {}, "train.kl_from_base"),
@@ -100,6 +119,19 @@ def test_shared_rows_need_an_attention_without_a_mask() -> None:
             )
     with refused("sequence-parallel"):
         usable_attention(settings(2).model, family("gemma2").config, shared=True)
+
+
+def test_an_attention_is_planned_for_other_hosts() -> None:
+    """The model decides, and the GPUs of the plan do, but not this host."""
+    flash = settings(2, "model.attn_implementation=flash_attention_2").model
+    assert usable_attention(flash, llama(), shared=True, gpus=True) == "flash_attention_2"
+    assert usable_attention(settings(1).model, llama(), gpus=True) == "auto"
+    single = settings(2, "model.dtype=float32").model
+    assert usable_attention(single, llama(), shared=True, gpus=False) == VARLEN
+    with refused("sequence-parallel"):
+        usable_attention(single, llama(), shared=True, gpus=True)
+    with refused("sequence-parallel"):
+        check_plan(settings(2, f"model.architecture={GEMMA2}"), 8, gpus=True)
 
 
 def test_the_plan_divides_activations_by_the_ranks_of_a_row() -> None:
