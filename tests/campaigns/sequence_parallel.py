@@ -51,7 +51,7 @@ def run_matrix(directory: Path, args: argparse.Namespace, show: Campaign) -> Non
         file = directory / f"{ranks}-{family}-{stage}.json"
         sizes = (str(args.block), str(args.steps))
         command = ("-m", "tests.helpers.sequence_worker", str(file), *sizes, *map(str, cases))
-        done = launching.run_ranks(*command, ranks=ranks)
+        done = launching.run_ranks(*command, ranks=ranks, timeout=7200)
         assert done.returncode == 0, done.stdout[-5000:]
         measured = json.loads(file.read_text(encoding="utf-8"))
         for case in cases:

@@ -129,9 +129,11 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_forked([{}], "launch/continual.sh", *arguments)
 
 
-def run_ranks(*command: str, ranks: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_ranks(
+    *command: str, ranks: int = 2, timeout: float = 600, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `python COMMAND` as the ranks of a group, without a launcher. See `run_forked`."""
-    return run_forked(_group(environment, ranks), *command)
+    return run_forked(_group(environment, ranks), *command, timeout=timeout)
 
 
 def kill_ranks(run_dir: Path, step: int, *command: str, ranks: int = 2) -> None:
@@ -146,16 +148,18 @@ def kill_ranks(run_dir: Path, step: int, *command: str, ranks: int = 2) -> None:
                 process.join()
 
 
-def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.CompletedProcess[str]:
+def run_forked(
+    environments: list[dict[str, str]], *command: str, timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
     """Run `python COMMAND` in each of `environments` at the same time, in separate processes.
 
     The processes are forked from one that has imported the libraries, because imports take most of a short
     run's time. The result has the exit code of the first process that fails and the output of all. Processes
-    that still run PATIENCE seconds after a failure are killed.
+    that still run PATIENCE seconds after a failure, or `timeout` seconds after the start, are killed.
     """
     with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
         processes = _forked(environments, command, output.name)
-        code, end = 0, time.monotonic() + 600
+        code, end = 0, time.monotonic() + timeout
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
             time.sleep(0.05)
             failed = next((process.exitcode for process in processes if process.exitcode), 0)
