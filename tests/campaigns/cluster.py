@@ -236,11 +236,14 @@ def evaluated(run_dir: Path) -> bool:
 class Job:
     """A job, or all jobs of an array, with the history of states that the scheduler reported."""
 
-    def __init__(self, environment: Environment, log: Path, *command: str | Path) -> None:
-        self.environment, self.log = environment, log
-        self.id = ask(environment, "sbatch", "--parsable", f"--output={log}", *command)
+    def __init__(self, environment: Environment, log: Path, number: str) -> None:
+        self.environment, self.log, self.id = environment, log, number
         self.began = time.monotonic()
         self.history: list[str] = []
+
+    @staticmethod
+    def submit(environment: Environment, log: Path, *command: str | Path) -> Job:
+        return Job(environment, log, ask(environment, "sbatch", "--parsable", f"--output={log}", *command))
 
     def wait(self, until: Callable[[str], object] = lambda _: False, timeout: float = 900) -> str:
         """Return the job's state once `until` accepts it, the job has ended, or the time is up."""
@@ -272,7 +275,9 @@ def train(environment: Environment, run_dir: Path, *extra: str) -> Job:
     shape += [option for option in extra if option.startswith("--")]
     overrides = [option for option in extra if not option.startswith("--")]
     command = ["continual", str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *overrides]
-    return Job(environment, run_dir.with_suffix(".slurm"), *shape, "launch/slurm/train.sbatch", *command)
+    return Job.submit(
+        environment, run_dir.with_suffix(".slurm"), *shape, "launch/slurm/train.sbatch", *command
+    )
 
 
 def slurm(directory: Path, show: Campaign) -> None:
@@ -336,7 +341,7 @@ def after_training(environment: Environment, directory: Path, data: Path, show: 
         training, log = train(environment, run_dir, extra), run_dir.with_suffix(".evaluation")
         shape = (f"--dependency=afterok:{training.id}", "--cpus-per-task=1", "--mem-per-cpu=1000")
         command = ("launch/slurm/evaluate.sbatch", run_dir, data, "--tasks", "sst2")
-        waiting = Job(environment, log, *shape, *command)
+        waiting = Job.submit(environment, log, *shape, *command)
         waits = "Reason=Dependency" in ask(environment, "scontrol", "show", "job", waiting.id)
         training.wait()
         good = waits and f"JobState={expected}" in waiting.wait()
@@ -362,7 +367,8 @@ def by_crontab(environment: Environment, directory: Path, data: Path, show: Camp
     command = command.replace("runs/emo /data/nlu", f"{run} {data} --tasks sst2")
     passes, stories = [], ""
     for number in range(3):
-        job = Job(environment, directory / f"pass-{number}.log", *settings, f"--wrap={command}")
+        log = directory / f"pass-{number}.log"
+        job = Job.submit(environment, log, *settings, f"--wrap={command}")
         job.wait()
         passes += re.findall(r"(\d+) evaluated", tail(job.log))
         stories += job.story()

@@ -1,6 +1,6 @@
 """Check that jobs with failing servers and killed processes prepare the same bytes.
 
-    PYTHONPATH=DIRECTORY python -m tests.campaigns.stores [--parts posix s3 ray] [--kills 9]
+    PYTHONPATH=DIRECTORY python -m tests.campaigns.stores [--parts posix s3 slurm ray] [--kills 9]
 
 DIRECTORY contains s3fs and ray, and also moto to test its server. Missing packages are skipped. Each part
 kills --kills processes at random moments.
@@ -9,6 +9,7 @@ posix Two commands share a directory, and are killed and started again.
 s3    Two commands on separate hosts share a bucket. Its server works, fails, drops connections, lists slowly,
       or is killed and started again. Then the commands are killed and started again. moto's server is another
       implementation. A third host trains from the bucket.
+slurm An array of `emo prepare --on slurm`, of which a job is queued again while it runs.
 ray   Local clusters have 2 and 4 workers, some of which are killed. A cluster has two nodes, one of which is
       killed. Ray uses a bucket.
 
@@ -22,6 +23,7 @@ import contextlib
 import importlib.util
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +36,8 @@ from urllib.request import Request, urlopen
 import psutil
 import yaml
 
-from tests.campaigns.campaign import Campaign, conduct
+from tests.campaigns.campaign import Campaign, can_install, conduct
+from tests.campaigns.cluster import SLURM, Job, ask, slurm_cluster, tail
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.corpus import texts, tiny_tokenizer, write_jsonl
@@ -309,7 +312,32 @@ def two_nodes(directory: Path, recipe: Path, expected: dict[str, bytes], show: C
         cluster.shutdown()
 
 
-PARTS = {"posix": posix, "s3": s3, "ray": ray}
+# --- Slurm ------------------------------------------------------------------------------------------------
+
+
+def slurm(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    if not can_install(show, "slurm", SLURM):
+        return
+    recipe, expected = prepare_alone(directory)
+    target = directory / "by-slurm"
+    with slurm_cluster(directory / "cluster") as environment:
+        environment |= {"SBATCH_MEM_PER_NODE": "1000", "SBATCH_OUTPUT": f"{directory}/%j.log"}
+        command = [sys.executable, "-m", "emo", "prepare", str(recipe), f"data.dir={target}"]
+        command += ["--on", "slurm", "--jobs", "3", "--workers", "1"]
+        said = ask(environment, *command)
+        array, last = re.findall(r"job (\d+)", said)[:2]
+        launching.wait_for(lambda: list((target / ".new/scan").glob("0*.parquet")), "part of the scan", 300)
+        ask(environment, "scontrol", "requeue", f"{array}_0")
+        jobs = [Job(environment, directory / f"{number}.log", number) for number in (array, last)]
+        states = [job.wait() for job in jobs]
+        again = states[0].count("Restarts=1")
+        good = all("COMPLETED" in state for state in states) and content(target) == expected
+        words = f"{again} queued again, the same bytes"
+        logs = [tail(log) for log in directory.glob("*.log")]
+        show("slurm", "three jobs", words, good and again == 1, "\n".join([said, *states, *logs]))
+
+
+PARTS = {"posix": posix, "s3": s3, "slurm": slurm, "ray": ray}
 
 
 def campaign(directory: Path, args: argparse.Namespace, show: Campaign) -> None:

@@ -38,7 +38,7 @@ SCONTROL = """#!/bin/bash
 case $1 in
     show) [ "$2" = hostnames ] && printf 'node-1\nnode-2\n' && exit
         printf '   ReqNodeList=(null) ExcNodeList=%s\n' "$STAND_IN_EXCLUDED"
-        printf '   Command=%s a b\n' "$STAND_IN_COMMAND" ;;
+        printf '   Command=%s a b\n' "$STAND_IN_COMMAND" "another task" ;;
     requeue) touch "$SLURM_SUBMIT_DIR/requeued" ;;
     update) echo "$@" > "$SLURM_SUBMIT_DIR/updated" ;;
 esac
