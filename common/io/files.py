@@ -168,13 +168,13 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
         setting: The setting that named the directory, for messages.
     """
     reason = ""
+    stored = objects.in_store(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK):
             reason = "cannot be written"
         elif not exists(directory / marker):
             other_marker = f".{marker}.*{PART}"  # another process is claiming the directory too
-            stored = objects.in_store(directory)
             listed = objects.list_objects(directory) if stored else [p.name for p in directory.iterdir()]
             names = sorted(name for name in listed if not fnmatch.fnmatchcase(name, other_marker))
             if not names:
@@ -186,8 +186,11 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
     except OSError as error:
         reason = f"cannot be written: {error.strerror or one_line(error)}"
     if reason:
-        name = objects.shown(directory)
-        raise UserError(f"{setting}={name} {reason}; set another {setting}", code="not-claimed")
+        cure = f"set another {setting}"
+        if stored and reason.startswith("cannot"):
+            keys = "check your keys and their rights"
+            cure = keys if os.access(directory, os.W_OK) else "set EMO_MIRRORS to another directory"
+        raise UserError(f"{setting}={objects.shown(directory)} {reason}; {cure}", code="not-claimed")
 
 
 def find_foreign_files(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
