@@ -160,7 +160,7 @@ def train_plain(case: Case, block: int, steps: int, attention: str = "sdpa") -> 
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, train.max_grad_norm)
         adam.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 

@@ -94,7 +94,7 @@ def test_kubernetes_gets_a_pod_for_each_task(
 ) -> None:
     stand_in_kubectl(tmp_path, monkeypatch)
     on = ("--on", "kubernetes", "--overlay", str(OVERLAY), "--model", "/emo/runs/model", "--data", "hub")
-    code, _, error = command(*options(world, Path("runs/eval"), *on))
+    code, _, error = command(*options(world, Path("results/eval"), *on))
     assert code == 2 and "/emo/runs [not-shared]" in error and not (tmp_path / "applied").exists()
     for unshared in (("--model", "/models/mine"), ("--tasks", "trec,/mine.yaml"), ("--tasks", "passkey:/a")):
         code, _, error = command(*options(world, Path("/emo/runs/out"), *on, *unshared))
