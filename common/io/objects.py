@@ -125,7 +125,7 @@ def last_listing(directory: Path) -> dict[str, dict[str, Any]]:
 
 def forget_listings() -> None:
     """Let `describe_recently` and `existed_recently` ask the store again."""
-    for directory, (_, files) in _listings.items():
+    for directory, (_, files) in list(_listings.items()):  # threads may add some
         _listings[directory] = 0.0, files
 
 
