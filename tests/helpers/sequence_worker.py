@@ -93,7 +93,7 @@ def build_model(case: Case, block: int, attention: str) -> Any:
         cost = CostEmbedding.from_weight(model.lm_head.weight) if objective.needs_cost else None
         fuse_model(model, objective, cost)
     if case.family == "qwen3" and case.sequence > 1:
-        tile_mlps(model, 7)
+        tile_mlps(model, max(7, block // 10))  # ZeRO-3 gathers the weights for each tile
     if case.objective == "teacher":
         teacher = family(case.family, model.config._attn_implementation, **changes).requires_grad_(False)
         teacher.lm_head.weight.mul_(-1)
