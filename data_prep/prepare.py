@@ -236,7 +236,6 @@ class Preparation:
     @contextlib.contextmanager
     def lock_planning(self) -> Iterator[None]:
         """Let no other job plan during a block, which has the files of earlier plans."""
-        self.planning = Lease(self.config.dir / PLANNING, "plan")
         with wait_and_hold(
             self.planning, lambda holder: self.say(f"another job is planning ({holder}); waiting for it")
         ):
@@ -250,11 +249,10 @@ class Preparation:
         the new plan is complete and nothing can fail any more.
         """
         directory = self.config.dir
-        name = self.name
         others = living_users(directory / JOBS)
         if others and (force or not (self.new / SETTINGS).is_file()):
             raise UserError(
-                f"another job ({others[0]}) is using {name}. Wait for it, or set another data.dir",
+                f"another job ({others[0]}) is using {self.name}. Wait for it, or set another data.dir",
                 code="in-use",
             )
         if others:
@@ -264,7 +262,8 @@ class Preparation:
             check_settings(self.config, directory)
         if not force and any(directory.glob(f"*/{MANIFEST}")):
             raise UserError(
-                f"{name} holds prepared data without {PLAN}. Run prepare with --force", code="plan-gone"
+                f"{self.name} holds prepared data without {PLAN}. Run prepare with --force",
+                code="plan-gone",
             )
         patterns = (*OF_ALL, *OF_SPLITS, *UNFINISHED, MARKER, costs.FORECAST, f"{PLANNING}/*", f"{JOBS}/*")
         other = next(find_foreign_files(directory, patterns), None)

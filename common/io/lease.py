@@ -96,6 +96,7 @@ class Lease:
         self.path = self.directory / name
         if newest is not None:
             self._files.remove(newest)
+        self._stop.clear()  # the lease may have been held before
         self._thread = threading.Thread(target=self._renew, args=(name, renewed), daemon=True)
         self._thread.start()
         return True

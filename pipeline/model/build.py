@@ -95,7 +95,7 @@ def check_context(config: PretrainedConfig, block: int) -> None:
 
 
 def check_shape(config: PretrainedConfig, key: str | None = None) -> None:
-    """Raise UserError for a model without heads or layers of one kind. Messages may call the model `key`."""
+    """Raise UserError for a model without heads or layers of one kind. key: its name in messages."""
     for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
         value = None
         with contextlib.suppress(Exception):  # a property that fails, or one for single layers

@@ -76,7 +76,7 @@ def check_teacher(
         student: The trained model.
         manifests: The data sets.
         local: Whether the teacher must be available.
-        gpus: Whether the run is on GPUs, if it is on other hosts.
+        gpus: For a run on other hosts, whether they have GPUs. None if the run is on this host.
     """
     teacher = config.objective.resolved_teacher
     source = teacher_config(config)

@@ -221,7 +221,7 @@ def _resolve_model(
         objective: The objective.
         sets: The data sets that the model must be able to read, the training data first.
         local: Whether the model and the teacher must be available.
-        gpus: Whether the run is on GPUs, if it is on other hosts.
+        gpus: For a run on other hosts, whether they have GPUs. None if the run is on this host.
     """
     hf_config = model_config(config.model, online=local)
     check_context(hf_config, config.data.sequence_len)

@@ -530,13 +530,13 @@ class Alternatives:
         if self.setup.teacher is not None:
             check_teacher(config, self.ready.hf_config, [], local=False, gpus=True)
 
-    def fits(self, settings: Settings, certain: bool, gpus: int | None = None) -> bool:
-        """Return whether changed settings fit, or if `certain`, whether they are certain to fit."""
+    def fitting(self, settings: Settings, certain: bool, gpus: int | None = None) -> Setup | None:
+        """Return the setup with these settings if it fits, or with `certain` if it is certain to fit."""
         setup = self.change(settings, gpus)
         if setup is None:
-            return False
+            return None
         memory = footprint.memory(self.sizes, setup)
-        return (memory.upper_bound if certain else memory.total) <= self.cluster.memory
+        return setup if (memory.upper_bound if certain else memory.total) <= self.cluster.memory else None
 
     @property
     def checkpoints(self) -> list[bool | str]:
@@ -562,17 +562,17 @@ class Alternatives:
             "train.sequence_parallel": self.shares,
         }
         rows = itertools.product(*([None, *values] for values in options.values()))
-        changes = [
-            {key: value for key, value in zip(options, row, strict=True) if value is not None} for row in rows
-        ]
-
-        def rank(settings: Settings) -> tuple[int, int]:
-            setup = self.change(settings)
-            assert setup is not None
+        best: Settings | None = None
+        least = (0, 0)
+        for row in rows:
+            settings = {key: value for key, value in zip(options, row, strict=True) if value is not None}
+            if (setup := self.fitting(settings, certain)) is None:
+                continue
             time = footprint.step_time(self.sizes, setup, self.cluster.gpu, self.cluster.network_gb)
-            return round(math.log(time.total) / EQUAL_SPEED), len(settings)
-
-        return min((settings for settings in changes if self.fits(settings, certain)), key=rank, default=None)
+            rank = round(math.log(time.total) / EQUAL_SPEED), len(settings)
+            if best is None or rank < least:
+                best, least = settings, rank
+        return best
 
 
 def describe_fit(plan: Alternatives) -> str:
@@ -583,7 +583,7 @@ def describe_fit(plan: Alternatives) -> str:
     certain = memory.total <= room
     rows = setup.micro * setup.accumulation
     micros = (m for m in range(rows, 0, -1) if rows % m == 0)
-    largest = next((m for m in micros if plan.fits({"train.micro_batch_size": m}, certain)), 0)
+    largest = next((m for m in micros if plan.fitting({"train.micro_batch_size": m}, certain)), 0)
     if memory.upper_bound <= room:
         limit = (
             " (all rows of a GPU; for more set a larger train.global_batch_size)" if largest == rows else ""
@@ -595,13 +595,13 @@ def describe_fit(plan: Alternatives) -> str:
         [{"deepspeed": "ds_configs/zero3.json"}],
         [{"train.sequence_parallel": n} for n in plan.shares],
     ]
-    fitting = (next((s for s in kind if plan.fits(s, certain)), None) for kind in kinds)
+    fitting = (next((s for s in kind if plan.fitting(s, certain)), None) for kind in kinds)
     changes = [settings for settings in fitting if settings]
     if not changes and (settings := plan.combine(certain)):
         changes = [settings]
     remedies = [f"set {_join_settings(settings)}" for settings in changes]
     counts = (plan.cluster.gpus * 2**i for i in range(1, 8))
-    enough = next((n for n in counts if plan.fits({}, certain, n)), None)
+    enough = next((n for n in counts if plan.fitting({}, certain, n)), None)
     remedies += [f"take {enough} GPUs"] if enough else []
     remedy = "; or ".join(remedies or ["no other settings help: take GPUs with more memory, or model.lora"])
     if memory.total > room:

@@ -97,7 +97,8 @@ def usable_attention(
         model: The section of the recipe.
         config: The model.
         shared: Several ranks share each row, which needs an attention that takes the bounds of documents.
-        gpus: Whether the run is on GPUs, if it is on other hosts. Then `auto` is not resolved.
+        gpus: For a run on other hosts, whether they have GPUs. `auto` is then not resolved. None if the run
+            is on this host.
     """
     requested = model.attn_implementation
     if shared and not uses_segments(requested):

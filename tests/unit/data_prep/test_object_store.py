@@ -31,7 +31,7 @@ from tests.conftest import REPO
 from tests.helpers import object_store
 from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
 from tests.helpers.killing import FORK, to_the_end
-from tests.helpers.launching import free_port
+from tests.helpers.launching import free_port, wait_for
 from tests.helpers.refusals import refused
 from tests.helpers.s3_server import s3_server
 
@@ -279,6 +279,15 @@ def test_a_lease_is_taken_after_others_held_it(files: Path) -> None:
         assert lease.acquire() and not other.acquire() and lease.is_held()
         lease.release()
     assert [path.name for path in (files / "one/leases").glob("work*")] == ["work.000009"]
+
+
+def test_a_lease_that_was_held_before_is_renewed(tmp_path: Path) -> None:
+    lease = Lease(tmp_path, "work", every=0.05)
+    for _ in range(2):
+        assert lease.acquire() and lease.path is not None
+        os.utime(lease.path, (0, 0))
+        wait_for(lambda: lease.path.stat().st_mtime > 0, "renewal", 10)  # type: ignore[union-attr]
+        lease.release()
 
 
 def test_a_lease_in_a_store_has_one_holder(files: Path) -> None:
