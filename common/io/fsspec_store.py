@@ -21,6 +21,8 @@ PIECE = 16 << 20  # bytes that are read at once
 PATIENCE = 180.0  # seconds
 LONGEST_PAUSE = 5.0  # seconds between two attempts
 PERMANENT_ERRORS = (UserError, ImportError, ValueError, *get_args(PERMANENT))
+# s3fs raises these numbers for requests that the server rejects, for example because of the region.
+REJECTED = {errno.EINVAL, getattr(errno, "EREMCHG", errno.EINVAL)}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -116,6 +118,9 @@ def _patient(request: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
                 problem = f"the object store cannot be used ({one_line(error, 200)})"
                 if "Credentials" in type(error).__name__:
                     raise UserError(f"{problem}. Set its keys", code="address") from None
+                if isinstance(error, OSError) and error.errno in REJECTED:
+                    advice = "Check the address, AWS_ENDPOINT_URL and AWS_DEFAULT_REGION"
+                    raise UserError(f"{problem}. {advice}", code="address") from None
                 if time.monotonic() > deadline:
                     advice = "Run the command again when it is reachable"
                     raise FailureError(f"{problem}. {advice}", code="unreachable") from None
@@ -136,16 +141,37 @@ class PatientStore(FsspecStore):
     delete = _patient(FsspecStore.delete)
     inspect = _patient(FsspecStore.inspect)
 
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._rejects_existing = False  # known after the first file
+
     def create(self, name: str, content: bytes) -> None:
         """Write a file that does not exist, with a unique content.
 
         By the content, a retry recognises a file that an earlier attempt wrote before its answer was lost.
+        Raises UserError if the store replaces a file that exists, because two jobs could then take a lease.
         """
         try:
             _patient(super().create)(name, content)
         except FileExistsError:
             if self.read(name) != content:
                 raise
+        # Another job may delete the file in between, so one repetition that succeeds proves nothing.
+        self._rejects_existing = self._rejects_existing or any(
+            self._is_rejected(name, content) for _ in range(3)
+        )
+        if not self._rejects_existing:
+            problem = "the object store replaces a file where it should only create one"
+            advice = "Jobs cannot share this store. Use another one, or set data.dir to a directory"
+            raise UserError(f"{problem}. {advice}", code="store-overwrites")
+
+    def _is_rejected(self, name: str, content: bytes) -> bool:
+        """Return whether the store refuses to create a file that exists."""
+        try:
+            _patient(super().create)(name, content)
+        except FileExistsError:
+            return True
+        return False
 
     @_patient
     def download(self, name: str, sink: IO[bytes]) -> None:

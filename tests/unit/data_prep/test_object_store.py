@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -221,6 +222,28 @@ def test_a_recipe_keeps_the_address(files: Path, tmp_path: Path, monkeypatch: py
     with refused("unreachable") as error:
         run(config)
     assert isinstance(error.value, FailureError)
+
+
+def test_a_store_that_replaces_existing_files_is_rejected(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise two jobs could hold the same lease."""
+    create = object_store.Bucket.pipe_file
+    monkeypatch.setattr(object_store.Bucket, "pipe_file", lambda *args, mode="": create(*args))
+    lease = Lease(objects.local_directory("bucket://one/leases"), "work")
+    with refused("store-overwrites"):
+        lease.acquire()
+
+
+def test_a_rejected_request_is_not_repeated(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, s3fs raises EREMCHG for a bucket of another region."""
+
+    def redirect(*args: object, **options: object) -> None:
+        raise OSError(errno.EREMCHG, "the bucket must be addressed using the specified endpoint")
+
+    monkeypatch.setattr(object_store.Bucket, "find", redirect)
+    with refused("address"):
+        objects.list_objects(objects.local_directory(ADDRESS))
 
 
 def test_a_slow_listing_serves_many_questions(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
