@@ -48,7 +48,7 @@ model:
   dtype: float32
 objective: {name: emo}
 train:
-  {max_steps: 8, global_batch_size: 8, micro_batch_size: 2, learning_rate: 0.001, logging_steps: 1,
+  {max_steps: 8, global_batch_size: 8, micro_batch_size: 4, learning_rate: 0.001, logging_steps: 1,
    eval_rows: 6}
 """
 

@@ -441,7 +441,7 @@ def test_weights_that_are_not_finite_are_not_saved(recipe: Path, tmp_path: Path)
 
 
 def test_a_rank_that_hangs_ends_the_run_and_is_named(recipe: Path, tmp_path: Path) -> None:
-    options = ("train.timeout_minutes=0.05", "train.save_steps=0")
+    options = ("train.timeout_minutes=0.05", "train.save_steps=0", "train.micro_batch_size=2")
     output = run_disturbed("hanging", recipe, tmp_path / "run", *options, code=ExitCode.FAILURE)
     assert "rank 0 lost another rank" in output
     reason = read_records(tmp_path / "run" / LAUNCHES)[0][-1]["reason"]
@@ -453,7 +453,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(recipe: Path, tmp_path: Pat
 def test_a_slow_rank_is_named(recipe: Path, tmp_path: Path) -> None:
     """Rank 1 is slow on its host and in both passes of the head. Validation and saves are not measured."""
     options = ["train.export_checkpoints=false", "train.eval_steps=6", "train.save_steps=6"]
-    options += ["train.max_steps=12", "train.profile={steps: [2, 2], ranks: [1]}"]
+    options += ["train.max_steps=12", "train.profile={steps: [2, 2], ranks: [1]}", "train.micro_batch_size=2"]
     output = run_disturbed("slow", recipe, tmp_path / "run", *options)
     assert [path.name for path in (tmp_path / "run" / PROFILE).iterdir()] == ["rank-1.json.gz"]
     first, *records = read_steps(tmp_path / "run")
