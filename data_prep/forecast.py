@@ -71,6 +71,9 @@ def print_forecast(config: DataConfig, machines: int, workers: int, say: Say) ->
         )
     inputs = planned_inputs(config)
     total = sum(reader.size for reader in inputs)
+    if not total:
+        problem = "no source of the recipe has a known size, so its costs are unknown"
+        raise UserError(f"{problem}. Download the data and name the files", code="forecast")
     with tempfile.TemporaryDirectory() as directory:
         job = Preparation(config.model_copy(update={"dir": Path(directory)}), 1, lambda line: None)
         job.set_up()
@@ -116,7 +119,7 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
         places |= {(number, 0), (number, begin)}
     pieces = []
     read = [0] * len(inputs)  # end of the sample of each input so far
-    for number, begin in sorted(places) if total else ():
+    for number, begin in sorted(places):
         if begin < read[number]:
             continue
         reader = inputs[number]
@@ -130,9 +133,7 @@ def _take_pieces(inputs: list[SourceReader], total: int) -> list[tuple[int, Piec
         length = sum(piece.extent.length for piece in found)
         pieces += [(number, piece, stored * piece.extent.length / length) for piece in found]
     if not pieces:
-        raise UserError(
-            "no source of the recipe has a known size and rows, so its costs are unknown", code="forecast"
-        )
+        raise UserError("no source of the recipe has rows, so its costs are unknown", code="forecast")
     return pieces if len(pieces) > PLACES else pieces * 2  # `_measure` counts the second half
 
 

@@ -64,7 +64,11 @@ def submit_array(
 
     array = submit("--array", f"0-{jobs - 1}", *options, file, *words)
     after = ["--dependency", f"afterok:{array}", "--kill-on-invalid-dep=yes", "--array", "0"]
-    return array, submit(*after, "--cpus-per-task", "1", file, *words, *last, "--finish")
+    try:
+        return array, submit(*after, "--cpus-per-task", "1", file, *words, *last, "--finish")
+    except FailureError:  # for example, the limit of submitted jobs is reached
+        _call(["scancel", array])
+        raise
 
 
 def submit_file(scheduler: str, file: Path) -> str:
@@ -89,7 +93,7 @@ def apply_job(
         shared: Files and directories that the pods must share.
         cpus: CPUs of a pod, by default those in the overlay.
 
-    Returns lines for the user. Jobs cannot be changed, so those without a recipe are named by their values.
+    Returns lines for the user. Jobs cannot be changed, so they are named by what is submitted.
     """
     trees, job = _render(overlay, component)
     job["spec"] |= {"completions": jobs, "parallelism": jobs}
@@ -99,9 +103,9 @@ def apply_job(
     _check_shared(pod, container, shared)
     if cpus is not None:
         container["resources"]["requests"]["cpu"] = str(cpus)
-    if recipe is None:
-        metadata["name"] += f"-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]}"
-    else:
+    submitted = json.dumps(values if recipe is None else [values, recipe, jobs, cpus])
+    metadata["name"] += f"-{hashlib.sha256(submitted.encode()).hexdigest()[:8]}"
+    if recipe is not None:
         trees.insert(0, _mount_recipe(recipe, metadata, pod, container))
         values = {"RECIPE": f"/recipe/{RECIPE_FILE}", "OVERRIDES": ""} | values
     values = values | {"JOBS": str(jobs)}

@@ -178,7 +178,8 @@ def living_users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
     files = lease_files(directory)
     for name in sorted(name for name in files.names() if _number(name) >= 0):
         if _is_alive(files, name, seconds):  # a file that is being written has no holder yet
-            living.append(_read_holder(files, name) or Holder("a host", 0, None, time.time()))
+            with contextlib.suppress(FileNotFoundError):  # the user has just ended
+                living.append(_read_holder(files, name) or Holder("a host", 0, None, time.time()))
         else:
             files.remove(name)
     return living

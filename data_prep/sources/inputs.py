@@ -58,6 +58,11 @@ def _open_source(source: Source, config: DataConfig) -> Iterator[SourceReader]:
         group=config.validation_group,
         chat=config.by_chat_template,
     )
+    if spec.group is not None and spec.format == "wikitext":  # joins the rows of a table
+        problem = (
+            f"data.validation_group needs rows with columns, but {source.hub or source.files} is WikiText"
+        )
+        raise UserError(problem, code="source-format")
     if source.files is not None and "://" in source.files:
         for file in chain.from_iterable(map(remote_files, expand_braces(source.files))):
             yield _open_file(source, str(file), spec, file, file.size)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from emo.common.errors import UserError, one_line
 
@@ -20,11 +19,22 @@ JSON_LIMIT = 1 << 30  # bytes of a .json value, which is loaded into memory
 class JsonReader(TableReader):
     """Reads a .json file with an array of rows, or with an object that holds one array of rows."""
 
-    def rows(self, start: int) -> Iterator[Any]:
-        return iter(self._values[start:])
+    _held: ClassVar[tuple[JsonReader, list[Any]] | None] = None  # one file at a time, as it may be large
+    _read_share = 0.0  # from 0 to 1
 
-    @cached_property
-    def _values(self) -> list[Any]:
+    def rows(self, start: int) -> Iterator[Any]:
+        if JsonReader._held is None or JsonReader._held[0] is not self:
+            JsonReader._held = None  # before the next file is in memory
+            JsonReader._held = self, self._load()
+        rows = JsonReader._held[1]
+        for number in range(start, len(rows)):
+            self._read_share = (number + 1) / len(rows)
+            yield rows[number]
+
+    def position(self) -> int:
+        return int(self._read_share * self.size)
+
+    def _load(self) -> list[Any]:
         with open_text(self.path) as stream:
             data = b"".join(read_chunks(stream, self.name, JSON_LIMIT + 1))
         if len(data) > JSON_LIMIT:

@@ -18,6 +18,7 @@ import pytest
 from emo.common.errors import DiskFullError
 from emo.common.io import files
 from emo.common.io.lease import Lease, hold_if_free, living_users, register_user, wait_and_hold
+from emo.common.io.lease_files import LeaseFiles
 from tests.helpers.killing import FORK
 from tests.helpers.refusals import refused
 
@@ -171,6 +172,13 @@ def test_living_users_are_registered_live_processes(tmp_path: Path) -> None:
         other.join()
         assert [user.pid for user in living_users(directory)] == [os.getpid()]
     assert living_users(directory) == [] and list(directory.iterdir()) == []
+
+
+def test_a_user_that_ends_while_users_are_listed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LeaseFiles, "names", lambda files: ["host-1.000001"])
+    assert living_users(tmp_path) == []
 
 
 def test_part_files_of_dead_processes_are_removed(tmp_path: Path) -> None:

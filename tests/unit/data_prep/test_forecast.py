@@ -118,3 +118,17 @@ def test_a_small_compressed_file_has_a_forecast(tmp_path: Path) -> None:
     lines: list[str] = []
     print_forecast(data_config(tmp_path, sources=[{"files": "a.jsonl.gz"}]), 1, 2, lines.append)
     assert int(lines[0].split()[-2].replace(",", "")) > 400
+
+
+def test_a_large_json_array_has_a_forecast(tmp_path: Path) -> None:
+    """The sample is a part of the rows, although the file is read at once."""
+    (tmp_path / "a.json").write_text(json.dumps([{"text": f"number {i}"} for i in range(20_000)]))
+    lines: list[str] = []
+    print_forecast(data_config(tmp_path, sources=[{"files": "a.json"}]), 1, 1, lines.append)
+    assert 0.9 * 20_000 <= int(lines[0].split()[-2].replace(",", "")) <= 1.1 * 20_000
+
+
+def test_sources_of_unknown_size_have_no_forecast(tmp_path: Path) -> None:
+    config = data_config(tmp_path, sources=[{"hub": "nobody/nothing"}])
+    with refused("forecast"):
+        print_forecast(config, 1, 1, str)

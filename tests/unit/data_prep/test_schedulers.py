@@ -82,6 +82,9 @@ def test_what_slurm_rejects_is_one_line(
     assert main(command) == 2
     stand_in(tmp_path, monkeypatch, sbatch="#!/bin/sh\necho 'invalid account' >&2\nexit 1\n")
     assert main(command) == 1
+    full = "#!/bin/sh\ncase $* in *--finish*) echo 'limit of jobs' >&2; exit 1;; *) echo 17;; esac\n"
+    stand_in(tmp_path, monkeypatch, sbatch=full, scancel='#!/bin/sh\necho "$@" > "$STAND_IN_CALLS"\n')
+    assert main(command) == 1 and (tmp_path / "calls").read_text() == "17\n"  # no array without an end
     for options, code in (
         (["--force"], "options-clash"),
         (["--shard", "0/2"], "options-clash"),
@@ -104,15 +107,19 @@ def test_kubernetes_gets_a_job_with_the_recipe(
     job, values, everything = applied(tmp_path)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["requests"]["cpu"] == "5"
-    (settings,) = (tree for tree in everything if tree["metadata"]["name"] == "emo-prepare-recipe")
+    name = job["metadata"]["name"]
+    (settings,) = (tree for tree in everything if tree["metadata"]["name"] == f"{name}-recipe")
     assert yaml.safe_load(settings["data"]["recipe.yaml"])["data"]["shards"] == 6
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
     assert {"ConfigMap", "PersistentVolumeClaim", "NetworkPolicy"} <= {tree["kind"] for tree in everything}
     others = [tree for tree in documents if tree["metadata"]["name"] != "emo-prepare"]
     (common,) = (tree for tree in others if tree["metadata"]["name"] == "emo-settings")
     common["data"]["JOBS"] = "3"
-    assert problems([*others, job]) == []
+    plain = job | {"metadata": job["metadata"] | {"name": "emo-prepare"}}
+    assert problems([*others, plain]) == []
     assert values["RECIPE"] == "/recipe/recipe.yaml" and values["JOBS"] == "3" and values["OVERRIDES"] == ""
+    assert main([*command, "data.dir=runs/data", "data.shards=7"]) == 0
+    assert applied(tmp_path)[0]["metadata"]["name"] != name  # the first job may still read its recipe
 
 
 # --- Ray --------------------------------------------------------------------------------------------------

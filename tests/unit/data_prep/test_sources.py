@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import gc
 import gzip
 import json
 import lzma
@@ -20,6 +21,7 @@ from typing import Any
 import datasets
 import fsspec
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -27,6 +29,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emo.common.errors import FailureError, UserError
+from emo.data_prep.checks import planned_inputs
 from emo.data_prep.config import DataConfig, Source
 from emo.data_prep.sources import reader
 from emo.data_prep.sources.inputs import READERS, open_inputs
@@ -495,3 +498,18 @@ def test_a_validation_group_is_not_split(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     write_jsonl(tmp_path / "none/a.jsonl", rows)
     assert "no column other" in fails(tmp_path / "none", **grouped, validation_group="other")
+    lines = pa.table({"text": [" = A = ", "b"], "page": [1, 1]})
+    pyarrow.csv.write_csv(lines, tmp_path / "none/table.csv")
+    sources = [{"files": "table.csv", "format": "wikitext"}]
+    assert "WikiText" in fails(tmp_path / "none", **grouped, sources=sources, validation_group="page")
+
+
+def test_one_json_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text(json.dumps([{"text": f"{name} {i}"} for i in range(5)]))
+    readers = planned_inputs(data_config(tmp_path, sources=[{"files": "*.json"}]))
+    for each in readers:
+        each.probe()
+    lists = [value for value in gc.get_objects() if isinstance(value, list) and len(value) == 5]
+    firsts = [rows[0] for rows in lists if isinstance(rows[0], dict)]
+    assert [row["text"] for row in firsts if "text" in row] == ["b 0"]
