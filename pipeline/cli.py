@@ -299,6 +299,8 @@ def _preflight(args: argparse.Namespace) -> int:
 def _score(args: argparse.Namespace) -> int:
     settings = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     settings.append(f"model.revision={args.revision or 'null'}")
+    # these may need the teacher whose scores are made
+    settings += ["train.keep_best=null", "train.load_best_at_end=false", "train.early_stopping=null"]
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
     config = load_config(args.recipe, [*args.overrides, *settings])
     announce("score")

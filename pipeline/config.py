@@ -78,7 +78,8 @@ class RunConfig(Section):
     def holds_base(self) -> bool:
         """Return whether the model before training is in memory, under adapters or as the teacher."""
         lora = self.model.lora
-        return (lora is not None and not lora.train_embeddings) or self.objective.resolved_teacher == BASE
+        under_adapters = lora is not None and not lora.train_embeddings and lora.path is None
+        return under_adapters or self.objective.resolved_teacher == BASE
 
     @model_validator(mode="after")
     def _check_selection(self) -> RunConfig:

@@ -90,7 +90,7 @@ def _load_model(saved: Saved, config: RunConfig, settings: Path) -> nn.Module:
         dtype = getattr(torch, config.model.dtype)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings), dtype=dtype)
     else:
-        base = load_base(config, "eager")
+        base = load_base(config, "eager", alone=True)
         model = add_lora(base, config.model, config.train.seed)
         if frozen_sum(model) % 2**64 != saved.frozen:
             problem = f"model.path={config.model.path} differs from the base model of {saved.directory}"

@@ -122,6 +122,7 @@ class Saver:
     def __init__(self, engine: Engine, config: RunConfig, lock: RunLock, identity: Identity) -> None:
         """Create the saver of one rank. All ranks must call."""
         self.engine = engine
+        engine.files.copies = config.train.async_save
         self.config = config
         self.lock = lock
         self.identity = identity

@@ -65,6 +65,7 @@ FREE = {
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger"),
     *("log_level", "timers", "checkpoint", "disable_python_gc", "compile", "aio"),
 }
+OFFLOADED = ("offload_param", "offload_optimizer")  # sections of "zero_optimization" with a device
 FREE_ZERO = {
     *("overlap_comm", "contiguous_gradients", "allgather_partitions", "allgather_bucket_size"),
     *("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold", "zero_hpz_partition_size"),
@@ -86,12 +87,15 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
     errors += _find_unknown_keys(tree, path)
     if errors:
         raise UserError.of(errors)
-    _check_combination(config, tree, path, batch.ranks)
     zero = tree.setdefault("zero_optimization", {"stage": 1})
+    for part in OFFLOADED:
+        if (zero.get(part) or {}).get("device", "none") == "none":
+            zero.pop(part, None)  # it has no effect
+    _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
     if on_cpu:
         zero["overlap_comm"] = False  # gloo has no streams to overlap on
-        for part in ("offload_optimizer", "offload_param"):
+        for part in OFFLOADED:
             (zero.get(part) or {}).pop("pin_memory", None)
     if config.train.optimizer == "muon":
         zero["reduce_scatter"] = False  # Muon needs complete gradients
@@ -206,7 +210,7 @@ def decisive_settings(ds_config: Mapping[str, Any]) -> DsConfig:
     """Return the settings that decide a run's numbers or the layout of its checkpoints."""
     zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
     tree = zero.model_dump(mode="json", exclude_defaults=True, exclude=FREE_ZERO)
-    for part in ("offload_param", "offload_optimizer"):
+    for part in OFFLOADED:
         device = (tree.pop(part, None) or {}).get("device", "none")
         if device != "none":
             tree[part] = device
@@ -319,7 +323,7 @@ def _describe(problem: Mapping[str, Any]) -> str:
 
 def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int) -> None:
     """Raise UserError for settings that are valid but do not work together."""
-    zero = tree.get("zero_optimization", {"stage": 1})
+    zero = tree["zero_optimization"]
     stage = int(zero.get("stage", 0))
     size = zero.get("zero_hpz_partition_size", 1)
     offload = zero.get("offload_optimizer") or {}

@@ -34,11 +34,13 @@ ONLY_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}  # DeepSpeed itself requests 
 
 
 class Snapshots(TorchCheckpointEngine):
-    """Copies DeepSpeed's state to host memory, and writes it to disk while training continues.
+    """Copies DeepSpeed's state to host memory, and writes it to disk while training continues, or at once.
 
     The memory is reused for the next snapshot, because allocating pages takes longer than filling them. So a
     snapshot must be written before the next one is taken. Memory that a GPU fills is pinned.
     """
+
+    copies = True  # False if a snapshot is written before training continues
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
@@ -63,7 +65,13 @@ class Snapshots(TorchCheckpointEngine):
         self._waiting.append((copied, path))
 
     def _start_copy(self, tensor: Tensor, key: tuple[str, int]) -> Tensor:
-        """Start to copy a tensor into the host memory of `key`, and return that memory."""
+        """Start to copy a tensor into the host memory of `key`, and return that memory.
+
+        Without `copies` return the tensor if it is in host memory, or a copy that is freed after writing.
+        """
+        if not self.copies:
+            whole = not tensor.is_cuda and tensor.untyped_storage().nbytes() == tensor.nbytes
+            return tensor if whole else tensor.to("cpu", copy=True)
         memory = self._memory.get(key)
         if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -153,10 +153,11 @@ def load_pretrained(
     key: str = "model.path",
     linear_dtype: str | None = None,
     rope: RopeConfig | None = None,
+    alone: bool = False,
 ) -> PreTrainedModel:
     """Load the weights of a causal LM. Under ZeRO-3 they are partitioned while they load (see engine.py).
 
-    Raises UserError, on all ranks, for weights that are damaged or incomplete.
+    Raises UserError, on all ranks that load, for weights that are damaged or incomplete.
 
     Args:
         path: Directory or hub id.
@@ -166,9 +167,11 @@ def load_pretrained(
         key: The setting that names the model, for messages.
         linear_dtype: Another type for the linear layers except the head: nf4.
         rope: Changes of the rotary position embeddings.
+        alone: Only this rank loads, and on the CPU.
     """
     torch_dtype = getattr(torch, dtype)
-    options = {"dtype": torch_dtype, "attn_implementation": attn, **nf4_options(linear_dtype, torch_dtype)}
+    options = {"dtype": torch_dtype, "attn_implementation": attn}
+    options |= nf4_options(linear_dtype, torch_dtype, on_cpu=alone)
     try:
         if rope is not None:
             options["config"] = extend_rope(load_model_config(path, revision), rope)
@@ -192,7 +195,10 @@ def load_pretrained(
             f"{key}={path} {loaded.fault}. Correct it, or set {key} to another model.", code="model"
         )
     check_rope(loaded.model, rope)
-    if broken := _find_nonfinite_parameter(loaded.model):
+    broken = _find_nonfinite_parameter(loaded.model)
+    if not alone and dist.is_initialized():
+        broken = next(filter(None, gather_objects(broken)), "")
+    if broken:
         raise UserError(
             f"{key}={path} is damaged: {broken} has values that are not finite", code="not-finite"
         )
@@ -200,7 +206,7 @@ def load_pretrained(
 
 
 def _find_nonfinite_parameter(model: PreTrainedModel) -> str:
-    """Return the name of a parameter with NaN or infinite values on any rank, or an empty text."""
+    """Return the name of a parameter with NaN or infinite values on this rank, or an empty text."""
     broken = ""
     for name, parameter in model.named_parameters():
         partition = getattr(parameter, "ds_tensor", None)  # of this rank under ZeRO-3
@@ -208,7 +214,7 @@ def _find_nonfinite_parameter(model: PreTrainedModel) -> str:
         in_memory = values.numel() and values.device.type != "meta"  # partitions on NVMe are not
         if in_memory and not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
             broken = broken or name
-    return next(filter(None, gather_objects(broken)), "") if dist.is_initialized() else broken
+    return broken
 
 
 def _describe_load_error(path: str, error: Exception, key: str) -> str:
@@ -217,10 +223,10 @@ def _describe_load_error(path: str, error: Exception, key: str) -> str:
     return f"{key}: {explain_hub_error(path, error)}. Without network, download it first or set a directory."
 
 
-def load_base(config: RunConfig, attn: str) -> PreTrainedModel:
-    """Load the weights that training starts from, in 4 bits if the recipe sets it."""
+def load_base(config: RunConfig, attn: str, alone: bool = False) -> PreTrainedModel:
+    """Load the weights that training starts from, in 4 bits if the recipe sets it. See `load_pretrained`."""
     linear_dtype = config.model.linear_dtype
-    options: Any = {"linear_dtype": linear_dtype, "rope": config.model.rope}
+    options: Any = {"linear_dtype": linear_dtype, "rope": config.model.rope, "alone": alone}
     model = load_pretrained(*config.initial_weights(), config.model.dtype, attn, **options)
     if linear_dtype is not None:
         prepare_nf4(model)

@@ -438,7 +438,8 @@ def _load_with_base(directory: Path, dtype: torch.dtype) -> nn.Module:
     base = Path(name) if Path(name).is_dir() else downloaded_directory(name, revision)
     with linked_directory(files_with_base(directory, base)) as joined:
         info = read_json(directory / EXPORT_INFO) if (directory / EXPORT_INFO).is_file() else {}
-        loaded = load_causal_lm(joined, dtype=dtype, **nf4_options(info.get("base_dtype"), dtype))
+        options = nf4_options(info.get("base_dtype"), dtype, on_cpu=True)
+        loaded = load_causal_lm(joined, dtype=dtype, **options)
         prepare_nf4(loaded.model)
     if loaded.faulty:
         raise _wrong_export(directory, f"the adapter does not fit {name}")

@@ -21,8 +21,11 @@ def is_4bit(parameter: Tensor | None) -> bool:
     return getattr(parameter, "quant_state", None) is not None
 
 
-def nf4_options(name: str | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Return options of `from_pretrained` for linear layers in the type `name`, or none without a name."""
+def nf4_options(name: str | None, dtype: torch.dtype, on_cpu: bool = False) -> dict[str, Any]:
+    """Return options of `from_pretrained` for linear layers in the type `name`, or none without a name.
+
+    on_cpu: keep the weights on the CPU. transformers puts them on the GPU if there is one.
+    """
     if name is None:
         return {}
     from transformers import BitsAndBytesConfig
@@ -32,7 +35,8 @@ def nf4_options(name: str | None, dtype: torch.dtype) -> dict[str, Any]:
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": dtype,
     }
-    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **options)}
+    place = {"device_map": {"": "cpu"}} if on_cpu else {}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **options), **place}
 
 
 def prepare_nf4(model: PreTrainedModel) -> None:

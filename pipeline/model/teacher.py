@@ -122,7 +122,12 @@ def check_teacher_storage(config: RunConfig, ds_config: DsConfig) -> None:
     if config.objective.average_decay is not None and on_nvme:
         problem = "objective.teacher.ema does not work with weights on NVMe (offload_param)"
         raise UserError(f"{problem}. Offload them to the CPU.", code="teacher-nvme")
-    if zero.get("zero_hpz_partition_size", 1) > 1 and teacher_config(config) is not None:
+    teacher = teacher_config(config)
+    if zero.get("stage") == 3 and teacher is not None and teacher.dtype != config.model.dtype:
+        problem = f"ZeRO-3 holds a teacher in model.dtype={config.model.dtype}"
+        cure = "Remove objective.teacher.dtype, or set deepspeed=ds_configs/zero2.json"
+        raise UserError(f"{problem}. {cure}.", code="teacher-dtype")
+    if zero.get("zero_hpz_partition_size", 1) > 1 and teacher is not None:
         problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
         raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
 

@@ -321,7 +321,9 @@ def _recipe_rows(
     if setup.checkpointing and setup.offload_activations:
         offloaded = footprint.stored_bytes(sizes, setup) / GIB
         rows.append(("checkpoints", f"{offloaded:,.2f} GiB of host memory per rank"))
-    rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
+    amount = f"{staged / GIB:,.2f} GiB of host memory over all ranks"
+    kept = f"{amount}, kept between saves"
+    rows.append(("saving", kept if config.train.async_save else f"at most {amount}, freed afterwards"))
     return rows
 
 

@@ -20,7 +20,7 @@ from emo.common.errors import UserError
 from emo.eval.models.base import Item
 from emo.eval.models.model import EvaluatedModel
 from emo.pipeline.checkpoint.export import export_checkpoint
-from emo.pipeline.control.run_dir import read_metrics
+from emo.pipeline.control.run_dir import read_best, read_metrics
 from emo.pipeline.model.adapters import add_lora, check_adapter, load_adapter
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.nf4 import nf4_options, prepare_nf4
@@ -97,6 +97,17 @@ def test_a_run_continues_an_adapter_and_resumes(
     assert not done.returncode, done.stdout
     (_, continued, _), (_, restarted, _) = losses(tmp_path / "undisturbed")[0], losses(tmp_path / "merged")[0]
     assert continued == pytest.approx(restarted, abs=1e-5)
+
+
+def test_the_best_adapter_is_exported(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """Only the first rank loads the base model to export it."""
+    settings = ["train.eval_steps=2", "train.save_steps=2", "train.keep_best=nll"]
+    settings += ["train.load_best_at_end=true"]
+    settings += ["train.lr_scheduler_type=constant", "train.learning_rate=30", "train.warmup_steps=5"]
+    train(base, tmp_path, *settings, "deepspeed=ds_configs/zero3.json")
+    best = read_best(tmp_path)
+    assert best is not None and best.step < 6
+    assert json.loads((tmp_path / "export/export.json").read_text())["step"] == best.step
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -484,6 +484,18 @@ def test_a_snapshot_reuses_the_memory_of_the_last_one(tmp_path: Path, dtype: tor
     assert pointers[0] == pointers[1] and len({*pointers[0], weight.data_ptr(), weight[1:].data_ptr()}) == 4
 
 
+def test_a_snapshot_that_is_written_at_once_copies_no_complete_tensor(tmp_path: Path) -> None:
+    snapshots, weight = Snapshots(None), torch.arange(6.0)
+    snapshots.copies = False
+    snapshots.save({"w": weight, "view": weight[1:]}, str(tmp_path / "state.pt"))
+    ((state, _),) = snapshots._waiting
+    assert state["w"].data_ptr() == weight.data_ptr()
+    snapshots.write()
+    written = torch.load(tmp_path / "state.pt")
+    assert torch.equal(written["w"], weight) and torch.equal(written["view"], weight[1:])
+    assert written["view"].untyped_storage().nbytes() == 20
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_buffers_may_hold_infinity(tmp_path: Path, dtype: torch.dtype) -> None:
     weight, mask = torch.ones(3, dtype=dtype), torch.tensor([0.0, -torch.inf])

@@ -101,6 +101,9 @@ def test_what_adapters_do_with_embeddings_decides_which_settings_are_allowed(rec
         with pytest.raises(UserError, match="train_embeddings"):
             load_config(recipe, ["model.lora.r=2", *settings])
     assert not load_config(recipe, ["model.lora.r=2", full, "train.head_lr_ratio=0.1"]).holds_base
+    assert load_config(recipe, ["model.lora.r=2"]).holds_base
+    # the model without the adapters is not the one before training
+    assert not load_config(recipe, ["model.lora.r=2", "model.lora.path=adapter"]).holds_base
 
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64))
@@ -353,6 +356,12 @@ def test_files_for_other_trainers_are_accepted(
     assert all(key in note for key in tree if key in ds_file.OWNED_BY_RECIPE)
     config = load_config(REPO / "launch/recipes/paper/llama-7b-wikitext103.yaml", [])
     assert setup_of(config, Batch(16, 4, 1, 4), made, get_objective("mle")).live == 1e9
+
+
+def test_offloading_to_no_device_is_no_offloading(resolve_text: Callable[..., Any]) -> None:
+    nowhere = {"device": "none", "pin_memory": True}
+    made = resolve_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": nowhere}}), *MUON)
+    assert made["zero_optimization"].keys().isdisjoint(ds_file.OFFLOADED)
 
 
 def test_all_errors_of_a_file_are_listed(resolve_text: Callable[..., Any]) -> None:

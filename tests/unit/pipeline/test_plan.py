@@ -455,6 +455,9 @@ def test_a_teacher_with_weights_excludes_files() -> None:
     }
     with refused("teacher-hpz"):
         check_plan(config.model_copy(update={"deepspeed": Path("ds_configs/zero3_hpz.json")}), 16)
+    wide = ["objective={name: kl, teacher: {model: x, dtype: float32}}", "deepspeed=ds_configs/zero3.json"]
+    with refused("teacher-dtype"):  # ZeRO-3 would hold it in bfloat16
+        check_plan(load_config(LLAMA, ["output_dir=runs/unstarted", *wide]), 16)
 
 
 LONG = ["train.global_batch_size=8", "train.micro_batch_size=1", "deepspeed=ds_configs/zero2.json"]
