@@ -14,6 +14,7 @@ CronJob is equivalent to a process that stays:
                                   directory for notifications.
     OUT/watch/exported/NAME.json  formats and directories that its results were exported to (--export)
     OUT/watch/leases/             the active watchers
+    RUN_DIR/eval/watch/finished   whether the final export exists and no work was left after the last pass
     RUN_DIR/task_scores.jsonl     the accuracies of this project's checkpoints, for train.keep_best=task:NAME
     OUT/watch/pins/NAME/          hard links to the files under evaluation, so that pruning cannot remove them
 
@@ -71,6 +72,7 @@ from .results.directory import Say, TaskResult, find_model, natural_key, read_mo
 
 SETTLE_SECONDS = 20.0
 STALE_SECONDS = 600.0  # files that have not changed for this long are no longer being written
+FINISHED = Path("eval", "watch", "finished")  # whatever the name of the run or --output_path
 TRAINER_STATE = "trainer_state.json"
 FOREIGN = "checkpoint-"  # prefix of the Trainer's checkpoints, followed by the step
 TRANSIENT = ("OutOfMemoryError", "AcceleratorError")  # errors of torch about the device, not the model
@@ -206,6 +208,13 @@ class RunWatcher:
                     self._export_all()
         if not count:
             self._export_all()
+        marker = self.run_dir / FINISHED
+        with contextlib.suppress(OSError):  # the run may be another user's
+            if self.finished():
+                marker.parent.mkdir(parents=True, exist_ok=True)
+                marker.touch()
+            else:
+                marker.unlink(missing_ok=True)
         return count
 
     def names_in(self, *states: str) -> list[str]:

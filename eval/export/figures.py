@@ -44,10 +44,18 @@ class Figures:
         return f"unweighted mean of {len(self.groups)} groups" if self.result["groups"] else ""
 
     @property
+    def by_harness(self) -> bool:
+        """Whether lm-evaluation-harness defines the task."""
+        return "metrics" in self.result
+
+    @property
     def setting(self) -> str:
         """Description of the settings of the evaluation."""
         result = self.result
         compared = self.result["conditions"]["compared"]
+        if self.by_harness:
+            text = f"{result['shots']}-shot, metric {result['score']}, scorer: {compared['scorer']}"
+            return f"{text}; {self.lost}" if self.lost else text
         text = f"{result['shots']}-shot, demonstrations: {result['retriever']}, prompts: {result['version']}"
         text = f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} wins"
         return f"{text}; {self.lost}" if self.lost else text

@@ -29,7 +29,9 @@ CARD = "README.md"
 ENTRIES = ".eval_results"
 INDEX = "model-index"
 CARD_BYTES = 4 << 20
-OURS = "In-context classification (emo-pipeline)"  # identifies our entries of a model-index
+# They identify our entries of a model-index: tasks of this project, and of lm-evaluation-harness.
+OURS = "In-context classification (emo-pipeline)"
+HARNESS = "lm-evaluation-harness (emo-pipeline)"
 _FRONT = re.compile(r"\A(\ufeff?\s*---[ \t]*\r?\n)(.*?)(^---[ \t]*(?:\r?\n|\Z))", re.S | re.M)
 
 
@@ -69,7 +71,10 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
         dataset = _dataset(figures)
         hub = figures.rows["hub"] or {}
         if dataset is None:
-            say(f"{figures.task}: its data is not on the hub, so it gets no entry in {ENTRIES}")
+            unknown = (
+                "the hub id of its data is unknown" if figures.by_harness else "its data is not on the hub"
+            )
+            say(f"{figures.task}: {unknown}, so it gets no entry in {ENTRIES}")
             continue
         entry = EvalResultEntry(
             dataset_id=dataset,
@@ -107,7 +112,7 @@ def add_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
         values = yaml.safe_load(front) or {}
         index = values.get(INDEX) or [{"name": name, "results": []}]
         ours = next((entry for entry in index if entry["name"] == name), index[0])
-        foreign = [r for r in ours["results"] if (r.get("task") or {}).get("name") != OURS]
+        foreign = [r for r in ours["results"] if (r.get("task") or {}).get("name") not in (OURS, HARNESS)]
         index = [entry | {"results": foreign + results} if entry is ours else entry for entry in index]
         block = _yaml({INDEX: index}).replace("\n", newline)
         if yaml.safe_load(others + block) != values | {INDEX: index}:
@@ -130,7 +135,7 @@ def model_index(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any
         hub = rows["hub"] or {}
         fields = {
             "task_type": "text-generation",
-            "task_name": OURS,
+            "task_name": HARNESS if figures.by_harness else OURS,
             "dataset_type": _dataset(figures) or figures.task,
             "dataset_name": publishable(f"{result['title']} ({result['shots']}-shot)"),
             "dataset_config": hub.get("name"),
@@ -161,6 +166,8 @@ def _notes(figures: Figures) -> str:
     stderr = "" if figures.accuracy.stderr is None else f"stderr {figures.accuracy.stderr:.4f}, "
     from_hub = figures.rows["from_hub"]
     origin = "rows from the hub" if from_hub else "rows from files, not checked against the hub"
+    if figures.by_harness:
+        origin = "rows loaded by lm-evaluation-harness"
     return publishable(f"accuracy, {mean}{stderr}n {figures.accuracy.n}; {figures.setting}; {origin}")
 
 

@@ -46,7 +46,8 @@ class Fate(NamedTuple):
 class StoredAnswers(LM):
     """A model for lm_eval.evaluate whose answers are in the store, or are computed into it.
 
-    fates: by task and number of the row. contents: digests of the requests of each kind.
+    fates: by task and number of the row. contents: digests of the requests of each kind. dtype: that of the
+    weights that made the answers.
     """
 
     def __init__(self, job: Job, label: str) -> None:
@@ -55,6 +56,7 @@ class StoredAnswers(LM):
         self.label = label
         self.fates: dict[tuple[str, int], Fate] = {}
         self.contents: list[str] = []
+        self.dtype = ""
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether it is the greedy one."""
@@ -105,7 +107,8 @@ class StoredAnswers(LM):
 
             records = store.complete(entry, len(requests), chunk, compute, advance)
         if entry.result() is None:
-            entry.finish({"requests": len(requests)})
+            entry.finish({"requests": len(requests), "dtype": model.computed_dtype})
+        self.dtype = (entry.result() or {}).get("dtype", model.dtype)
         for request, record in zip(requests, records, strict=True):
             row = str(request.task_name), int(request.doc_id or 0)
             before = self.fates.get(row, Fate())

@@ -200,7 +200,7 @@ def _summarise(job: Job, run: Run, name: str, title: str, records: list[Record])
         "prompt": store.digest_json(run.answers.contents)[:16],
         "score": deciding,
         "max_tokens": job.settings.max_tokens,
-        "dtype": job.model.dtype,
+        "dtype": run.answers.dtype,
         "scorer": f"lm-eval {metadata.version('lm_eval')}, {VERSION}",
     }
     result: TaskResult = {

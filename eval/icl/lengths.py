@@ -95,7 +95,9 @@ class LengthTask(ForeignTask):
         records = self._records(job, entry, rows)
         result: TaskResult | None = entry.result()
         if result is None:
-            result = self._result(records, compared)
+            result = self._result(
+                records, compared | {"dtype": model.computed_dtype}
+            )  # also if it was `auto`
             entry.finish(result)
         job.write_view(self.name, entry.key, result, {"from_hub": False, "hub": None, "split": "test"})
         return result

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+import uuid
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -367,12 +368,13 @@ def with_base(directory: Path) -> Path:
     files = files_with_base(directory, base)
     target.mkdir(parents=True, exist_ok=True)
     for path in {*target.iterdir()} - {target / file.name for file in files}:
-        path.unlink()
+        path.unlink(missing_ok=True)  # other processes may do the same
     for file in files:
         link = target / file.name
         if not link.is_symlink() or link.readlink() != file.resolve():
-            link.unlink(missing_ok=True)
-            link.symlink_to(file.resolve())
+            part = target.with_name(f"{key}-{uuid.uuid4().hex}")
+            part.symlink_to(file.resolve())
+            part.replace(link)
     return target
 
 

@@ -189,6 +189,8 @@ def find_differences(a: TaskResult, b: TaskResult) -> str:
     versions = " and ".join(sorted({r["conditions"]["noted"]["prompt_version"] for r in (a, b)}))
     names = [n for n in sorted(first.keys() | second.keys()) if first.get(n) != second.get(n)]
     both = {name: f"{name}: {first.get(name)} and {second.get(name)}" for name in names}
+    if "dtype" in both:
+        both["dtype"] += " (set --dtype)"
     reasons = [f"different {DIGESTS[name]}" if name in DIGESTS else both[name] for name in names]
     return ", ".join(reasons) + (f" ({versions})" if "prompt" in names else "")
 

@@ -106,7 +106,7 @@ class Report:
             tasks = [*self.tasks, *self.measured]
             comparisons = [compare_models(baseline, m, tasks) for m in others if m is not baseline]
             if by_model := {c.model: c for c in comparisons if c.tasks or c.refused or c.measures}:
-                against[baseline.name] = by_model
+                against.setdefault(baseline.name, {}).update(by_model)
         return against
 
     @property

@@ -80,6 +80,8 @@ def _expand_axis(axis: Any) -> Any:
         return axis
     ((key, values),) = axis.items() if len(axis) == 1 else ((None, None),)
     if isinstance(values, list):
+        if any(isinstance(value, dict | list) for value in values):
+            raise ValueError(f"values of {key} need labels, as in {{label: {{{key}: value}}}}")
         axis = {value: {key: value} for value in values}
     return {str(label): overrides for label, overrides in axis.items()}
 
@@ -169,7 +171,8 @@ class Experiment(Section):
             return tree
         result = copy.deepcopy(tree)
         groups: list[Any] = [result.get(name) for name in ("before", "measures", "questions")]
-        groups += (result.get("axes") or {}).values()
+        if isinstance(axes := result.get("axes"), dict):
+            groups += axes.values()
         for group in groups:
             for name in [n for n, value in group.items() if value is None] if isinstance(group, dict) else ():
                 del group[name]

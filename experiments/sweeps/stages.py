@@ -64,6 +64,10 @@ class Stage:
         after = hashlib.sha256(content.encode()).hexdigest()[:16] if self.needs else ""
         return {"made_with": self.origin, "after": after}
 
+    def follows(self, other: Stage) -> bool:
+        """Return whether another stage must be done before, directly or indirectly."""
+        return any(need.note == other.note or need.follows(other) for need in self.needs)
+
     def read(self) -> StageNote:
         """Read the note. Returns an empty one if the note or the stage's directory is missing."""
         if self.directory is not None and not self.directory.exists():

@@ -245,6 +245,9 @@ class Sweep:
     def _run(self, name: str, stage: Stage) -> None:
         """Run the command of a stage, with its output in a log."""
         if stage.directory is not None and not stage.read():
+            for later in {each.note: each for task in self.tasks() for each in task.stages}.values():
+                if later.follows(stage):  # it read what is made again
+                    later.note.unlink(missing_ok=True)
             stage.write()
         path = self.experiment.out / "logs" / f"{name}.{stage.name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -489,6 +489,17 @@ def build_8bit(groups: list[ParameterGroup], ds_config: DsConfig) -> torch.optim
     return getattr(optimizers, ds_config["optimizer"]["type"])(groups, **params)
 
 
+def page_states(optimizer: Any) -> None:
+    """Let a paged optimizer of bitsandbytes page the averages that it has loaded into ordinary memory."""
+    if not getattr(optimizer, "is_paged", False):
+        return
+    for parameter, state in optimizer.state.items():
+        for name in {"state1", "state2"} & state.keys():
+            loaded = state[name]
+            state[name] = optimizer.get_state_buffer(parameter, dtype=loaded.dtype)
+            state[name].copy_(loaded)
+
+
 def import_muon() -> None:
     """Import DeepSpeed's Muon without its compiled functions.
 

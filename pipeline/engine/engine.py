@@ -36,6 +36,7 @@ from .ds_config import (
     build_8bit,
     build_muon,
     import_muon,
+    page_states,
     parameter_groups,
     zero_stage,
 )
@@ -221,6 +222,7 @@ class Engine:
             if isinstance(state.get("step"), Tensor):  # bitsandbytes counts in a plain number
                 count = torch.as_tensor(state["step"], dtype=torch.float32).clone()
                 state["step"] = count.to(parameter.device)
+        page_states(optimizer)
         if self.freezing is not None and self.ds.load_universal_checkpoint() and self._stage == 3:
             self.freezing.correct_counts()
 

@@ -304,6 +304,20 @@ def test_a_removed_run_is_repeated(finished: Path) -> None:
     assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # prepared, but not trained
 
 
+def test_what_a_repeated_training_changes_is_measured_again(tmp_path: Path, recipe: Path) -> None:
+    """The weights may differ, for example if the removed ones were damaged."""
+    work = opened(sweep(tmp_path, recipe))
+    pretend(work)
+    task = next(task for task in work.tasks() if task.run.name == "emo-1")
+    _, train, measure = task.stages
+    shutil.rmtree(work.directory(task.run))
+    assert measure.done
+    work.commands.run = lambda command, log: 0  # type: ignore[method-assign]
+    assert work.advance(task.run, train) and not measure.done
+    others = [stage for other in work.tasks() if other.run != task.run for stage in other.stages]
+    assert all(stage.done for stage in others)
+
+
 def test_a_recipe_that_changes_during_a_sweep_is_rejected(finished: Path) -> None:
     shutil.rmtree(finished / "out/runs/emo-2")
     work = corpus_sweep(finished)

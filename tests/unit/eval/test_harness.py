@@ -202,6 +202,10 @@ def test_report_and_exports(place: Path, tmp_path: Path) -> None:
         metrics = rows[f"lm-eval:{task}"]["metrics"]
         assert metrics.items() <= exported["results"][task].items()
     assert command("export", out, "--format", "hf", "--name", "a", "--output_path", tmp_path / "hf")[0] == 0
+    card = next((tmp_path / "hf").rglob("README.md")).read_text()
+    assert "rows loaded by lm-evaluation-harness" in card and "from files" not in card
+    dtypes = {result["conditions"]["compared"]["dtype"] for result in model_of(place).all_results.values()}
+    assert dtypes == {"float32"}
 
 
 def test_known_rows_are_not_scored_again(place: Path, tmp_path: Path) -> None:

@@ -227,6 +227,14 @@ def test_models_are_compared_with_the_models_they_were_trained_from(tmp_path: Pa
     assert len(chosen["mean_comparisons"]) == 5
 
 
+def test_a_baseline_of_several_kinds_is_compared_with_all(tmp_path: Path) -> None:
+    """Here MLE is the origin of a model and the cross-entropy run next to another."""
+    stages: dict[str, Any] = {o: (0.5, trained(o, "models/base")) for o in ("mle", "emo")}
+    models(tmp_path, base=0.3, **stages, chat=(0.7, trained("mle", "runs/mle/export", "chats")))
+    compared = {(c["baseline"], c["model"]) for c in written(tmp_path)[2]["mean_comparisons"]}
+    assert {("base", "chat"), ("mle", "chat"), ("mle", "emo")} <= compared
+
+
 def test_the_report_shows_text_errors_and_damaged_files(tmp_path: Path) -> None:
     """Sampled text is shown with or without scores of its model, but not if it is from other weights."""
     models(tmp_path, a=0.5, b=0.5)

@@ -29,7 +29,7 @@ from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
-from emo.eval.watch import FAILED, WAITING, RunWatcher, find_targets
+from emo.eval.watch import FAILED, FINISHED, WAITING, RunWatcher, find_targets
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.control.run_dir import (
     HF,
@@ -170,6 +170,7 @@ def test_the_final_export_is_evaluated_again_when_it_is_replaced(run: Run) -> No
         shutil.rmtree(run.path / "export", ignore_errors=True)
         shutil.copytree(run.models / f"{step}", run.path / "export")
         assert watch.run_once() == 1 and watch.finished() and run.watcher().run_once() == 0
+        assert (run.watcher().run_dir / FINISHED).exists()
         assert run.done["run"]["step"] == step
 
 
@@ -385,7 +386,7 @@ def test_slurm_requeues_only_transient_failures(tmp_path: Path) -> None:
     assert slurm(ExitCode.FAILURE, EVERY="20") == (1, [again(tmp_path)])  # the next pass retries
     early = tmp_path / "not-yet"  # before training: a pass without work, followed by another
     assert slurm(ExitCode.MISTAKE, early, EVERY="20") == (0, [again(early)])
-    store.replace(tmp_path / "eval/watch/done" / f"{tmp_path.name}.json", "{}")  # the final export is done
+    store.replace(tmp_path / FINISHED, "")
     assert slurm(ExitCode.DONE, EVERY="20") == (0, [])
 
 

@@ -50,6 +50,7 @@ measures: {a: {command: a, read: {x: "x.json:x"}}, b: {command: a, read: {x: "x.
 measures: {a: {command: a, read: {x: "{plase}/x.json:x"}}}
 set: {train.stesp: 3}
 ranks: 65
+axes: {mix: {train.mixture.shares: [{a: 1}, {a: 0.5}]}}
 """
 
 

@@ -33,6 +33,7 @@ from emo.pipeline.engine.ds_config import (
     build_8bit,
     check_deepspeed_host,
     deepspeed_config,
+    page_states,
     parameter_groups,
 )
 from emo.pipeline.engine.schedule import lr_at
@@ -449,6 +450,16 @@ def test_8bit_optimizers_get_the_settings_of_the_recipe(monkeypatch: pytest.Monk
     assert type(optimizer) is PagedAdamW8bit and tree["zero_allow_untested_optimizer"]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert list(optimizer.defaults["betas"]) == [0.8, 0.9]
+
+
+def test_averages_are_paged_again_after_loading() -> None:
+    loaded, pages = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    state = {"step": 3, "state1": loaded, "state2": loaded + 1}
+    optimizer = SimpleNamespace(is_paged=True, state={loaded: state})
+    optimizer.get_state_buffer = lambda parameter, dtype: pages.clone().to(dtype)
+    page_states(optimizer)
+    assert state["state1"] is not loaded and state["state1"].equal(loaded)
+    assert state["state2"].equal(loaded + 1) and state["step"] == 3
 
 
 def test_muon_trains_the_matrices_of_the_body_and_rejects_other_models() -> None:
