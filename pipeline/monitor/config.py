@@ -42,9 +42,9 @@ class MonitorConfig(Section):
     """Largest number of rows of each validation set."""
     kl_from_base: int | None = mark(FREE, None, ge=0)
     """Each validation measures KL(base, model), the divergence from the model before training. With LoRA
-    (without `train_embeddings`) or `objective.teacher: base`, it is exact and always measured unless this is
-    0. Otherwise, set how many of the base model's most likely tokens to store per position, for example
-    64."""
+    (without `train_embeddings` or `path`) or `objective.teacher: base`, it is exact and always measured
+    unless this is 0. Otherwise, set how many of the base model's most likely tokens to store per position,
+    for example 64."""
     sample_prompts: list[str] = mark(FREE, [])
     """Texts that the model continues before the first step and at every save."""
     sample_tokens: int = mark(FREE, 64, gt=0)
