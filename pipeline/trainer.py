@@ -442,11 +442,13 @@ class Trainer:
     def validate(self) -> bool:
         """Measure every validation set. Return whether this is the best step so far. All ranks must call."""
         measured = {}
+        last = max(0, self.state.step - 1)
         with self.lock.activity("validating"):
             for name, rows in self.validation.items():
                 max_rows = self.config.train.eval_rows
                 with self.console.waiting(f"validating {name}"):
-                    result = measure_set(self.engine, self.losses, rows, max_rows, self.bases.get(name))
+                    base = self.bases.get(name)
+                    result = measure_set(self.engine, self.losses, last, rows, max_rows, base)
                 self.metrics.record_validation(self.state, name, *result)
                 measured[name] = result[0]
         self.metrics.exclude_pause()

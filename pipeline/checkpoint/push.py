@@ -15,6 +15,7 @@ from emo.common.errors import FailureError, UserError, iterate_causes, one_line
 from emo.common.io.files import write_text
 from emo.common.io.hub import HUB_ID
 from emo.common.io.objects import local_directory
+from emo.common.io.untrusted import number
 from emo.common.io.weights import (
     ADAPTER,
     ADAPTER_FILE,
@@ -157,7 +158,8 @@ def model_card(export: Path, name: str) -> str:
     lines = [*front, "---", f"# {markdown(name)}", "", base]
     if objective := info.get("objective") or config.get("objective", {}).get("name"):
         lines.append(f"Objective: {markdown(publishable(str(objective)))}.")
-    return "\n".join([*lines, *_data_lines(config), *_validation_lines(run_dir, info)]) + "\n"
+    measured = [] if "merged" in info else _validation_lines(run_dir, info)  # merged weights differ
+    return "\n".join([*lines, *_data_lines(config), *measured]) + "\n"
 
 
 def _data_lines(config: Mapping[str, Any]) -> list[str]:
@@ -179,14 +181,16 @@ def _validation_lines(run_dir: Path, info: Mapping[str, Any]) -> list[str]:
     """Return the validation of the exported step for each set, or the last one before it."""
     last: dict[str, Any] = {}
     for record in layout.read_metrics(run_dir):
-        if "validation_nll" in record and record["step"] <= info.get("step", record["step"]):
+        measured = number(record.get("validation_nll")) is not None
+        if measured and record["step"] <= info.get("step", record["step"]):
             last[record["set"]] = record
     table = []
     for name, record in last.items():
         change = ""
-        if "validation_change" in record:
-            low, high = record["validation_change_low"], record["validation_change_high"]
-            change = f"{record['validation_change']:+.4f} [{low:+.4f}, {high:+.4f}]"
+        keys = ("validation_change", "validation_change_low", "validation_change_high")
+        known = [f"{value:+.4f}" for key in keys if (value := number(record.get(key))) is not None]
+        if len(known) == len(keys):  # too few documents give no interval
+            change = f"{known[0]} [{known[1]}, {known[2]}]"
         table.append(f"| {markdown(name)} | {record['step']} | {record['validation_nll']:.4f} | {change} |")
     header = ["", "| validation set | step | NLL per token | change since step 0 |", "|---|---|---|---|"]
     return [*header, *table] if table else []

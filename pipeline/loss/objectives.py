@@ -330,7 +330,7 @@ class Objective:
     uses_target: bool = True  # False if it consists of divergences only
     divergences: tuple[tuple[float, BoundDivergence], ...] = ()  # from a teacher, with their weights
     smoothing: CostSmoothing | None = None  # of the targets, by the costs
-    schedule: Callable[[int], Objective] | None = None  # the objective at a step; None: always this one
+    schedule: Callable[[int, bool], Objective] | None = None  # see `at`; None: always this objective
 
     @property
     def weight_cap(self) -> float | None:
@@ -347,9 +347,12 @@ class Objective:
         """Return whether one of its divergences needs the transport costs of a teacher's mass (C p)."""
         return any(divergence.needs_costs for _, divergence in self.divergences)
 
-    def at(self, step: int) -> Objective:
-        """Return the objective of an optimizer step, counted from 0."""
-        return self if self.schedule is None else self.schedule(step)
+    def at(self, step: int, spaced: bool = True) -> Objective:
+        """Return the objective of an optimizer step, counted from 0.
+
+        spaced: parts that apply in a share of the steps have their weight or 0, not the mean of these steps.
+        """
+        return self if self.schedule is None else self.schedule(step, spaced)
 
     def require_fixed(self) -> Objective:
         """Return the objective. Raises UserError for a schedule, since the step is not known."""
@@ -526,14 +529,14 @@ def weighted_sum(parts: Sequence[tuple[Objective, Weight]]) -> Objective:
         raise UserError("the parts of a weighted sum need one width of smoothed targets", code="sum-part")
     total = _sum_at_step(parts, 0)
     if any(isinstance(weight, Ramp | Spaced) or objective.schedule for objective, weight in parts):
-        return replace(total, schedule=lambda step: _sum_at_step(parts, step))
+        return replace(total, schedule=lambda step, spaced: _sum_at_step(parts, step, spaced))
     return total
 
 
-def _sum_at_step(parts: Sequence[tuple[Objective, Weight]], step: int) -> Objective:
-    """Return the weighted sum at an optimizer step."""
-    weights = [weight_at(weight, step) for _, weight in parts]
-    objectives = [objective.at(step) for objective, _ in parts]
+def _sum_at_step(parts: Sequence[tuple[Objective, Weight]], step: int, spaced: bool = True) -> Objective:
+    """Return the weighted sum at an optimizer step. See `Objective.at`."""
+    weights = [weight_at(weight, step, spaced) for _, weight in parts]
+    objectives = [objective.at(step, spaced) for objective, _ in parts]
 
     def add(values: Sequence[Tensor | None]) -> Tensor | None:
         terms = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]

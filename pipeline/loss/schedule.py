@@ -40,6 +40,10 @@ class Spaced(NamedTuple):
         """Return the weight at an optimizer step, counted from 0."""
         return weight_at(self.weight, step) if self.share.due(step) else 0.0
 
+    def mean(self, step: int) -> float:
+        """Return the weight at an optimizer step times the share of steps that have it."""
+        return weight_at(self.weight, step) * self.share.at(step)
+
     def __str__(self) -> str:
         first, last, _ = self.share
         weight = self.weight if isinstance(self.weight, Ramp) else f"{self.weight:g}"
@@ -49,6 +53,8 @@ class Spaced(NamedTuple):
 Weight = float | Ramp | Spaced
 
 
-def weight_at(weight: Weight, step: int) -> float:
-    """Return a weight at an optimizer step, counted from 0."""
+def weight_at(weight: Weight, step: int, spaced: bool = True) -> float:
+    """Return a weight at an optimizer step, counted from 0. See `Objective.at`."""
+    if isinstance(weight, Spaced) and not spaced:
+        return weight.mean(step)
     return weight.at(step) if isinstance(weight, Ramp | Spaced) else weight

@@ -82,7 +82,8 @@ class RecordedRun:
 
     def _sort_records(self) -> None:
         """Separate records of training and validation. Those of training get their seconds and steps."""
-        tokens = step = 0
+        first = self.launches[0] if self.launches else {}  # of a branch, it is at a step of the trunk
+        tokens, step = (number(first.get(key)) or 0 for key in ("tokens", "step"))
         for record in self.records:
             if "loss" in record:
                 rate = record.get("tokens_per_s")
@@ -188,7 +189,9 @@ def compute_gains(runs: Sequence[RecordedRun]) -> list[Gain]:
             first = run.held_out[name][0]
             last = run.held_out[name][-1]
             start = first if first["step"] == 0 else {}
-            before, after = (read_documents(run.path, name, r["step"]) if r else None for r in (start, last))
+            before, after = (read_documents(run.path, name, step) for step in (0, last["step"]))
+            if before is not None and not start:  # a branch has the measurement of its trunk
+                start = {"validation_nll": before.nll.sum() / before.tokens.sum()}
             if last["step"] > 0:
                 changes = [compute_change(d, after) if d and after else None for d in (before, reference)]
                 values = (r.get("validation_nll") for r in (start, last))

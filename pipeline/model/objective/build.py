@@ -150,11 +150,16 @@ def warn_of_twins(cost: CostEmbedding | LiveCost | None, data: TokenDataset) -> 
 
 
 @contextlib.contextmanager
-def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
-    """Make the fused head report DEMD for any objective, and losses by token, within the block."""
+def measuring(model: nn.Module, losses: Losses, step: int = 0) -> Iterator[None]:
+    """Make the fused head report DEMD for any objective, and losses by token, within the block.
+
+    The objective is that of an optimizer step, counted from 0. It does not depend on whether this step is
+    on-policy or has parts that apply in a share of the steps.
+    """
     head = model.get_output_embeddings()  # type: ignore[operator]
     training = head.spec
-    head.spec = dataclasses.replace(training, cost=losses.measure, by_token=True)
+    terms = dataclasses.replace(training.terms, objective=losses.objective.at(step, spaced=False))
+    head.spec = dataclasses.replace(training, terms=terms, cost=losses.measure, by_token=True)
     try:
         yield
     finally:

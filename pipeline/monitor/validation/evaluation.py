@@ -18,7 +18,7 @@ Base = Callable[[np.ndarray], MicroBatch]  # returns a model's inputs for its KL
 
 
 def measure_set(
-    engine: Engine, losses: Losses, validation: Batches, max_rows: int, base: Base | None = None
+    engine: Engine, losses: Losses, step: int, validation: Batches, max_rows: int, base: Base | None = None
 ) -> tuple[StepTotals, Documents]:
     """Measure the first rows of a validation set. Return totals, and the NLL of each document.
 
@@ -27,6 +27,7 @@ def measure_set(
     Args:
         engine: The engine of the model.
         losses: The objective, and the costs for DEMD.
+        step: The optimizer step whose objective is measured, counted from 0.
         validation: The rows of the set.
         max_rows: Largest number of rows to measure.
         base: Provides the model before training. None: do not measure the divergence from it.
@@ -39,7 +40,7 @@ def measure_set(
     if base is not None:
         parts = np.split(np.arange(len(local)), range(validation.micro, len(local), validation.micro))
         batches = (batch | base(local[part][real[part]]) for batch, part in zip(batches, parts, strict=True))
-    with measuring(engine.model, losses):
+    with measuring(engine.model, losses, step):
         totals, *columns = engine.evaluate(batches)
     totals = totals._replace(weight=data.weight[rows].sum().item())
     first = range(0, world.ranks, world.sequence)  # ranks that share rows have parts of the same documents

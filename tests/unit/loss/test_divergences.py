@@ -180,6 +180,7 @@ def test_spaced_parts_apply_in_their_share_of_the_steps() -> None:
     mle, kl = get_objective("mle"), get_objective("kl")
     anchored = weighted_sum([(mle, 1.0), (kl, Spaced(0.5, Ramp(0.5, 0.5, 1)))])
     assert [anchored.at(step).divergences[0][0] for step in range(4)] == [0.0, 0.5, 0.0, 0.5]
+    assert {anchored.at(step, spaced=False).divergences[0][0] for step in range(4)} == {0.25}
     with refused("option-range"):
         weighted_sum([(mle, 1.0), (kl, Spaced(0.5, Ramp(0.0, 2.0, 1)))])
 

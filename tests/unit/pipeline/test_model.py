@@ -23,7 +23,7 @@ from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import RunConfig
 from emo.pipeline.engine.device.devices import usable_attention
-from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
+from emo.pipeline.loss import CostEmbedding, Ramp, Spaced, fuse_model, get_objective, weighted_sum
 from emo.pipeline.loss.cost_files import load_cost
 from emo.pipeline.model import export
 from emo.pipeline.model.adapters import add_lora
@@ -85,6 +85,21 @@ def test_demd_is_measured_for_mle_only_within_the_block() -> None:
     expected = (probabilities * (1 - unit @ unit.T)[ids]).sum()
     assert measured.demd.item() == pytest.approx(expected.item(), rel=1e-4)
     assert model(input_ids=ids, labels=ids).demd.isnan()
+
+
+def test_validation_measures_the_training_objective_after_any_step() -> None:
+    """A step may have been on-policy, with another objective, or without a part of the sum."""
+    model = family("llama")
+    parts = [(get_objective("mle"), 1.0), (get_objective("neg_entropy"), Spaced(1.0, Ramp(0.5, 0.5, 1)))]
+    losses = Losses(weighted_sum(parts), None, CostEmbedding.from_weight(model.lm_head.weight.detach()))
+    fuse_model(model, losses.objective)
+    ids = torch.randint(0, 61, (2, 8))
+    measured = []
+    for objective in (losses.objective.at(0), losses.objective.at(1), get_objective("mle")):
+        model.get_output_embeddings().use(objective)
+        with measuring(model, losses, 3):
+            measured.append(model(input_ids=ids, labels=ids).loss.item())
+    assert measured[0] == measured[1] == measured[2]
 
 
 @pytest.mark.parametrize(("equal", "warned"), [(slice(500), True), (slice(1000, None), False)])

@@ -129,6 +129,9 @@ def run_dir(tmp_path: Path) -> Path:
          "validation_change_low": -step - 1.0, "validation_change_high": 1.0 - step}
         for step in (4, 8, 12)
     ]  # fmt: skip
+    # of too few documents for an interval
+    few = dict.fromkeys(("validation_change_low", "validation_change_high"))
+    records.append({"step": 8, "set": "few", "validation_nll": 2.0, "validation_change": -1.0} | few)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return run_dir
 

@@ -278,6 +278,19 @@ def test_verdicts_without_a_pair_of_measurements(tmp_path: Path) -> None:
         regressions(read_runs([run]), ["short"])
 
 
+def test_a_branch_is_compared_with_the_start_of_its_trunk(tmp_path: Path) -> None:
+    """It has the trunk's measurement at step 0, but not its records. Its time begins at the branch."""
+    run = make_run(tmp_path / "run", step=20, tokens=train_record(20)["tokens"])
+    write_validation(run, "news", {0: 3.0, 40: 2.5})
+    metrics = run / run_dir.METRICS
+    records = [record for record in map(json.loads, metrics.read_text().splitlines()) if record["step"] > 20]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    ((worse, line),) = regressions(read_runs([run]), ["news"])
+    assert not worse and "no regression" in line
+    (recorded,) = read_runs([run])
+    assert sum(record["steps"] for record in recorded.trained) == 20
+
+
 def test_a_loss_before_training_is_not_the_last_loss(tmp_path: Path) -> None:
     """A run in progress that measures only at its start and end has only a training loss so far."""
     run = make_run(tmp_path / "run")
