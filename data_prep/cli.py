@@ -21,7 +21,7 @@ from emo.common.cli.commands import (
 )
 from emo.common.cli.progress import make_console
 from emo.common.cli.submit import add_schedulers, apply_job, check_schedulers, submit_array
-from emo.common.config.recipe import Section, read_recipe
+from emo.common.config.recipe import Section, dump_recipe, read_recipe
 from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
 from emo.common.io.objects import in_store, shown
 from emo.common.text import counted, printable
@@ -205,9 +205,7 @@ def _submit(args: argparse.Namespace, config: DataConfig) -> None:
         _say(f"train after it: sbatch --dependency afterok:{last} launch/slurm/train.sbatch ...")
         _say(f"see its progress: emo top {shown(config.dir)}")
         return
-    import yaml
-
-    text = yaml.safe_dump(read_recipe(args.recipe, args.overrides), sort_keys=False)
+    text = dump_recipe(read_recipe(args.recipe, args.overrides))
     shared = [] if in_store(config.dir) else [config.dir]
     for line in apply_job(args.overlay, "prepare", jobs, {}, text, shared, args.workers):
         _say(line)

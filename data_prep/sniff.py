@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
 from emo.common.cli.progress import amount
-from emo.common.config.recipe import parse_section
+from emo.common.config.recipe import dump_recipe, parse_section
 from emo.common.errors import UserError
 from emo.common.text import counted, printable
 
@@ -385,7 +384,7 @@ def make_recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int
     form = {"format": format_} if format_ in ("paragraphs", "tokens") else {}
     columns_part = {"columns": look.proposed} if look.proposed else {}
     data |= {"shards": shards, "sources": [source | form | columns_part]}
-    text: str = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=10_000)
+    text = dump_recipe({"data": data}, allow_unicode=True, width=10_000)
     comments = dict(COMMENTS)
     if not tokenizer:
         comments["template: chat"] = "or chat_template if the tokenizer of your model has one"

@@ -47,6 +47,7 @@ from emo.pipeline.checkpoint.claims import check_keys
 from emo.pipeline.config import load_config
 from emo.pipeline.control.heartbeat import find_late_rank
 from emo.pipeline.control.output import serve_stdout
+from emo.pipeline.control.run_dir import STOP
 from emo.pipeline.control.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS, SUPERVISOR
 
 POLL = 0.2  # seconds between looks at the launcher and the ranks
@@ -122,7 +123,7 @@ class Supervisor:
             if self._signals.count(signal.SIGINT) > 1:
                 self._kill()
             elif self._signals:
-                self._pass_on(self._signals[0])
+                self._pass_on(self._signals[0], run_dir)
             time.sleep(POLL)
         starting.close()
         return self._exit_code(run_dir)
@@ -160,12 +161,18 @@ class Supervisor:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    def _pass_on(self, number: int) -> None:
-        """Send a signal once to each rank, or to the launcher if no rank of this host has started."""
+    def _pass_on(self, number: int, run_dir: Path | None) -> None:
+        """Send a signal once to each rank, or to the launcher if no rank of this host has started.
+
+        Signals do not reach ranks that a hostfile starts over ssh. They look for a file.
+        """
         reports = read_reports(self.reports)
         if not reports and not self._notified:
             self._notified.add(self.reports)
-            self._launcher.terminate()
+            if self.uses_hostfile and run_dir is not None and run_dir.is_dir():
+                (run_dir / STOP).touch()
+            else:
+                self._launcher.terminate()
         for report in reports:
             if report.file not in self._notified and report.is_alive():
                 self._notified.add(report.file)

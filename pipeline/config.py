@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import field_validator, model_validator
 
-from emo.common.config.recipe import FREE, Section, mark, parse_section, read_recipe
+from emo.common.config.recipe import FREE, Section, dump_recipe, mark, parse_section, read_recipe
 from emo.common.errors import UserError
 from emo.common.io.objects import is_address
 from emo.data_prep.config import DataConfig
@@ -131,7 +130,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """Return the resolved configuration as YAML that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return dump_recipe(config.model_dump(mode="json"))
 
 
 def flatten(tree: Mapping[str, Any], separator: str, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -498,6 +498,8 @@ class Trainer:
         self.launch.log_end(step, finished)
         if not finished and self.world.is_main:
             self.stop.file.unlink(missing_ok=True)
+        # A minute after the first rank has ended, srun kills rank 0, which may still close its trackers.
+        gather_objects(None, self.saver.group)
 
     def _export(self, step: int, tokens: int) -> None:
         """Export the model, or the best checkpoint with load_best_at_end. All ranks must call."""

@@ -63,6 +63,19 @@ RecipeLoader.add_implicit_resolver(
 )
 
 
+class RecipeDumper(yaml.SafeDumper):
+    """Quotes the texts that RecipeLoader would read as numbers, such as 12e4."""
+
+
+RecipeDumper.yaml_implicit_resolvers = RecipeLoader.yaml_implicit_resolvers
+
+
+def dump_recipe(tree: dict[str, Any], **options: Any) -> str:
+    """Return YAML from which `RecipeLoader` reads the same values. options: those of yaml.dump."""
+    text: str = yaml.dump(tree, Dumper=RecipeDumper, sort_keys=False, **options)
+    return text
+
+
 class Section(BaseModel):
     """A section of a recipe. It is immutable and strict about keys and numbers."""
 

@@ -30,7 +30,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from emo.common.config.objective_names import registered_objectives
-from emo.common.config.recipe import format_value, read_written
+from emo.common.config.recipe import dump_recipe, format_value, read_written
 from emo.common.errors import UserError
 from emo.common.io.files import sha256, write_text
 from emo.common.provenance import REPOSITORY
@@ -242,4 +242,4 @@ def claim_run_dir(config: RunConfig, identity: Identity) -> None:
     if len(history) > 1:
         entries = ((step, m and m.model_dump(mode="json")) for step, m in history)
         tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in entries]
-    write_text(config.output_dir / CONFIG, yaml.safe_dump(tree, sort_keys=False))
+    write_text(config.output_dir / CONFIG, dump_recipe(tree))

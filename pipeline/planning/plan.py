@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from emo.common.cli.progress import make_console
-from emo.common.config.recipe import apply_override, parse_section
+from emo.common.config.recipe import apply_override, dump_recipe, parse_section
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import part_file
 from emo.common.provenance import shipped
@@ -796,7 +795,7 @@ def write_recipe(
     text = (
         f"# The fastest settings of `plan --best` for {recipe.name} on {cluster.gpus} x {cluster.kind}.\n"
         f"# Predicted: {choice.speed:,.0f} tokens/s per GPU, {choice.memory.total / GIB:.1f} GiB on each.\n"
-    ) + yaml.safe_dump({"extends": base, **tree}, sort_keys=False)
+    ) + dump_recipe({"extends": base, **tree})
     with part_file(path) as file:
         file.write(text.encode())
         file.flush()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from emo.common.errors import ExitCode
-from emo.launch.supervise import run_exit_code
+from emo.launch.supervise import Supervisor, run_exit_code
 from emo.pipeline.control import stop
 from emo.pipeline.control.stop import REPORTS, SUPERVISOR, StopRequest
 from tests.conftest import REPO
@@ -244,3 +244,14 @@ def test_a_signal_while_rank_0_imports_its_modules_stops_it_cleanly() -> None:
     rank.terminate()
     output, _ = rank.communicate(timeout=30)
     assert rank.returncode == ExitCode.STOPPED, output
+
+
+def test_ranks_of_a_hostfile_are_stopped_by_a_file(tmp_path: Path) -> None:
+    """Signals do not reach them, and the launcher kills them if it gets one."""
+    supervisor = Supervisor(["--hostfile=hosts"], ["launch/continual.sh"], [], tmp_path / "reports")
+    ended: list[bool] = []
+    supervisor._launcher = SimpleNamespace(terminate=lambda: ended.append(True))  # type: ignore[assignment]
+    for run_dir in (tmp_path / "not-yet", tmp_path):
+        supervisor._notified.clear()
+        supervisor._pass_on(signal.SIGTERM, run_dir)
+    assert ended == [True] and (tmp_path / "STOP").exists()

@@ -10,7 +10,7 @@ import pytest
 
 from emo.__main__ import main
 from emo.common.config.objective_names import parse_objectives
-from emo.common.config.recipe import read_recipe
+from emo.common.config.recipe import dump_recipe, read_recipe, read_written
 from emo.common.errors import ExitCode, UserError
 from emo.data_prep.config import load_data_config
 from emo.pipeline.config import RunConfig, load_config
@@ -251,3 +251,10 @@ def test_an_override_changes_one_of_two_sections_with_an_anchor(tmp_path: Path) 
     path.write_text("objective: { params: &p { a: 1 } }\nmodel: { architecture: *p }\n")
     tree = read_recipe(path, ["objective.params.a=2"])
     assert tree == {"objective": {"params": {"a": 2}}, "model": {"architecture": {"a": 1}}}
+
+
+def test_a_written_recipe_has_the_same_values(tmp_path: Path) -> None:
+    """Names that look like numbers are texts, also in exponents without a dot."""
+    tree = {"revision": "12e4567", "name": "1e5", "rate": 2e-5, "steps": 7, "on": "on", "null": "null"}
+    (tmp_path / "a.yaml").write_text(dump_recipe(tree))
+    assert read_written(tmp_path / "a.yaml") == tree
