@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,6 +129,8 @@ def _messages() -> Iterator[str]:
     """Yield each message that the user types, or each line of a pipe."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - enables line editing in input()
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a file may have another encoding
 
     try:
         while line := input("> ") + "\n" if sys.stdin.isatty() else sys.stdin.readline():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -297,8 +298,9 @@ def _preflight(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace) -> int:
-    settings = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
-    settings.append(f"model.revision={args.revision or 'null'}")
+    # as JSON, because a name may look like a number
+    settings = [f"model.path={json.dumps(args.model)}", f"model.revision={json.dumps(args.revision or None)}"]
+    settings += ["model.architecture=null", "model.lora=null", "objective={}"]
     # these may need the teacher whose scores are made
     settings += ["train.keep_best=null", "train.load_best_at_end=false", "train.early_stopping=null"]
     logging.basicConfig(level=logging.INFO, handlers=[Console()])

@@ -115,7 +115,8 @@ class Sampled:
         test = options.test
         if (options.mauve or protocol == "released") and not self.has_humans:
             raise UserError(
-                f"{self.directory} has no human continuations. Generate with --corpus.", code="no-references"
+                f"{self.directory} has no human continuations. Generate with --corpus or --prefix_words.",
+                code="no-references",
             )
         if test is None and self.has_humans:
             test = [record["prefix"] + record["reference"] for record in self.humans]

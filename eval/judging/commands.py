@@ -127,9 +127,16 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
             f"--judge {args.judge!r} is not known. {nearest(args.judge, JUDGES)}", code="option-value"
         )
     judge = JUDGES[args.judge]
+    if args.ask_for and not (args.write_prompts or args.replies):
+        raise UserError("--ask_for needs --write_prompts or --replies", code="option-needs")
+    if args.format != FORMATS[0] and not args.write_prompts:
+        raise UserError("--format needs --write_prompts", code="option-needs")
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
+        raise UserError("--max_new_tokens must be at least 1", code="option-value")
     if args.existing:
-        if args.a or args.b or args.limit is not None:
-            raise UserError("--from includes the answers. Remove --a, --b and --limit.", code="options-clash")
+        if args.a or args.b or args.limit is not None or args.include_cut_off:
+            problem = "--from includes the answers. Remove --a, --b, --limit and --include_cut_off."
+            raise UserError(problem, code="options-clash")
         return _report(read_verdicts(args.existing, args.labelled, judge.name), args, say)
     pairs, left_out = _read_pairs(args, say)
     if args.write_prompts:

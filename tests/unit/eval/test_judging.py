@@ -422,6 +422,8 @@ WRONG_JUDGES = (
     "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --write_prompts p --format x", "auto-j --from a.json",
     "pandalm BOTH --write_prompts p --format openai", "auto-j BOTH --write_prompts .",
     "pandalm --labelled a.json",    "pandalm BOTH --model judge --max_new_tokens 2000",
+    "auto-j BOTH --ask_for gpt-4o", "auto-j BOTH --format openai", "pandalm --from a.json --include_cut_off",
+    "auto-j BOTH --write_prompts p --max_new_tokens -5",
 )  # fmt: skip
 
 
