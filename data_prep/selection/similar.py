@@ -24,8 +24,10 @@ def drop_similar(stages: Stages, code: int, threshold: float) -> None:
     stars = _contract(stages, _similar_pairs(stages, _agreeing_pairs(stages, threshold), threshold))
 
     def members(number: int) -> Iterator[np.ndarray]:
+        seen = np.zeros(0, np.uint64)
         for batch in read_buckets(stars, len(stages.units) + number):
-            heads = np.unique(batch[:, 1])
+            heads = np.setdiff1d(batch[:, 1], seen)  # a head that is yielded twice would be its own copy
+            seen = np.union1d(seen, heads)
             yield np.concatenate([np.stack([heads, heads], axis=1), batch[:, ::-1]])
 
     copies = stages.run("similar", lambda number: map(stages.by_unit, find_copies(members(number))))

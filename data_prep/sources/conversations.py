@@ -47,10 +47,11 @@ def parse_instruction(row: Mapping[str, object], spec: RowSpec) -> Conversation 
     messages = _read_messages(row, spec)
     if messages is None:
         return _parse_alpaca(row, spec)
-    role, system = _pop_preface(messages, row, spec)
+    preface = _pop_preface(messages, row, spec)
     if spec.chat:
-        return _to_chat([Message(role, system, {}), *messages] if system else messages, row, spec)
-    return _to_conversation(messages, system, row, spec)
+        kept = preface.content or preface.extra  # some templates read other keys, for example the tools
+        return _to_chat([preface, *messages] if kept else messages, row, spec)
+    return _to_conversation(messages, preface.content or "", row, spec)
 
 
 def _read_messages(row: Mapping[str, object], spec: RowSpec) -> list[Message] | None:
@@ -86,18 +87,17 @@ def _parse_messages(row: Mapping[str, object], column: str, spec: RowSpec) -> li
     return [_parse_message(message, f"{column}[{i}]", spec) for i, message in enumerate(messages)]
 
 
-def _pop_preface(messages: list[Message], row: Mapping[str, object], spec: RowSpec) -> tuple[str, str]:
-    """Remove the system message from the messages. Return its role, and its text with the system column."""
+def _pop_preface(messages: list[Message], row: Mapping[str, object], spec: RowSpec) -> Message:
+    """Remove the system message from the messages. Return it with the text of the system column."""
     name = spec.find(row, "system")
-    role = "system"
     preface = row[name] or "" if name is not None else ""
     if not isinstance(preface, str):
         raise wrong_type(str(name), preface)
     system = clean_text(preface, spec.clean)
-    if messages and messages[0].role in PREFACES:
-        role = messages[0].role
-        system = "\n\n".join(filter(None, (system, messages.pop(0).content)))
-    return role, system
+    if not messages or messages[0].role not in PREFACES:
+        return Message("system", system, {})
+    first = messages.pop(0)
+    return Message(first.role, "\n\n".join(filter(None, (system, first.content))), first.extra)
 
 
 def _to_conversation(
@@ -168,7 +168,7 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
             raise wrong_type(f"{where} (function_call)", call, "an object with name and arguments")
         extra["tool_calls"] = [{"type": "function", "function": call}]
-    elif not spec.chat and content is None and (message.get("function_call") or message.get("tool_calls")):
+    elif not spec.chat and (message.get("function_call") or message.get("tool_calls")):
         raise RowError("wrong_type", f"{where} is a tool call, which only a chat template writes")
     if role is None or (content is None and not extra.get("tool_calls")):
         null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)

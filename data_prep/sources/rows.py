@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..encoding.chat_templates import REASONING
 from ..encoding.templates import Chat, Conversation
 from .conversations import ALL_LOSS_KEYS, parse_instruction, to_json
 from .spec import (
@@ -184,12 +185,14 @@ def _judge(row: Row, spec: RowSpec) -> JudgedRow:
     elif not (row.ids if isinstance(row, TokenIds) else row.strip()):
         raise RowError("empty")
     text = plain_text(row)
+    whole = _identity(row) if isinstance(row, Conversation | Chat) else text
     try:
-        content = text.encode()
+        identity = whole.encode()
         valid = True
     except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
-        content = text.encode("utf-8", "surrogatepass")
+        identity = whole.encode("utf-8", "surrogatepass")
         valid = False
+    content = identity if whole is text else text.encode("utf-8", "surrogatepass")
     if not isinstance(row, TokenIds):
         if len(text) > spec.max_chars:
             raise RowError("too_long")
@@ -204,9 +207,7 @@ def _judge(row: Row, spec: RowSpec) -> JudgedRow:
             raise RowError("no_letters")
         if len(text) >= 200 and len(set(text[:200])) <= 3 and len(set(text)) <= 3:
             raise RowError("repetitive")
-    elif isinstance(row, Conversation | Chat):
-        content = _identity(row).encode("utf-8", "surrogatepass")
-    return JudgedRow(row, _hash_bytes(content), len(text))
+    return JudgedRow(row, _hash_bytes(identity), len(text))
 
 
 def _check_speakers(row: Conversation | Chat) -> None:
@@ -268,7 +269,8 @@ def plain_text(row: Row) -> str:
     parts: list[str | None] = []
     for message in json.loads(row.messages):
         calls = json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
-        parts += [message.get("reasoning_content"), message.get("content"), calls]
+        thoughts = [thought for key in REASONING if isinstance(thought := message.get(key), str)]
+        parts += [*thoughts, message.get("content"), calls]
     return "\n".join(part for part in parts if part)
 
 

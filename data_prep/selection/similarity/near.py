@@ -15,6 +15,7 @@ from functools import cache
 import numpy as np
 import pyarrow as pa
 
+from ...encoding.chat_templates import REASONING
 from ...encoding.templates import Chat, Conversation
 from ...sources.rows import plain_text
 from ...sources.spec import Row
@@ -48,7 +49,7 @@ def _prompt_and_response(row: Row) -> tuple[str, str]:
     assert isinstance(row, Chat)
     texts: dict[str, list[str]] = {"user": [], "assistant": []}
     for message in json.loads(row.messages):
-        parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
+        parts = [message.get(key) for key in (*REASONING, "content", "tool_calls")]
         texts.setdefault(message["role"], []).extend(
             part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts if part
         )

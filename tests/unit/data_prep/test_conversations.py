@@ -34,7 +34,7 @@ from emo.data_prep.encoding.weights import AnswerWeights
 from emo.data_prep.shards.inspect import inspect
 from emo.data_prep.shards.verify import verify
 from emo.data_prep.sniff import guess_columns, sniff
-from emo.data_prep.sources.rows import parse
+from emo.data_prep.sources.rows import judge_rows, parse
 from emo.data_prep.sources.spec import Rejected, RowSpec
 from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, SILENT, TOOLS, tokenizer_with
 from tests.helpers.corpus import (
@@ -118,6 +118,28 @@ USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
 )
 def test_all_parts_of_a_row_are_read(row: Any, expected: Conversation) -> None:
     assert (read(row), read(row, chat=True).unsupervised) == (expected, ())
+
+
+def test_a_chat_keeps_the_keys_of_its_system_message() -> None:
+    """Some templates read the tools there."""
+    for content in ("s", ""):
+        system = {"role": "system", "content": content, "tools": "[]"}
+        first, *_ = json.loads(read({"messages": [system, USER, ANSWER]}, chat=True).messages)
+        assert first == system
+
+
+def test_a_call_with_text_needs_a_chat_template() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    rejected = read({"messages": [USER, ANSWER | {"tool_calls": [call]}]})
+    assert isinstance(rejected, Rejected) and rejected.reason == "wrong_type"
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content", "name"])
+def test_all_text_of_a_message_is_checked(key: str) -> None:
+    row = {"messages": [USER, ANSWER | {key: "half of a pair: \ud83d"}]}
+    spec = RowSpec("instruct", "auto", True, None, "none", 1000, (), True)
+    (judged,) = judge_rows(json.dumps(row).encode() + b"\n", spec)
+    assert isinstance(judged.row, Rejected) and judged.row.reason == "bad_utf8"
 
 
 @pytest.mark.parametrize(

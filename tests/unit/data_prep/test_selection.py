@@ -84,7 +84,7 @@ def test_near_duplicates_may_leave_no_validation_rows(tmp_path: Path) -> None:
     dedup=st.sampled_from(["none", "exact", "near"]),
     signed=st.integers(1, 2),
     unit=st.sampled_from([1 << 19, 16, 6]),
-    batch=st.sampled_from([1 << 24, 2 << 10]),
+    batch=st.sampled_from([1 << 24, 2 << 10, 64]),
 )
 def test_selection_equals_a_sort_in_memory(
     drawn: list[tuple[int, ...]], weights: list[int], splits: list[int], dedup: str, signed: int,
@@ -124,6 +124,17 @@ def test_more_rows_than_a_node_can_name_are_refused(tmp_path: Path, monkeypatch:
     write_jsonl(tmp_path / "a.jsonl", texts(21))
     with refused("too-many-rows"):
         run(data_config(tmp_path))
+
+
+def test_one_row_of_a_large_group_of_near_duplicates_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group is read in several batches, each of which names the row that is kept."""
+    monkeypatch.setattr(buckets, "BATCH_BYTES", 64)
+    text = texts(1, sentences=60)[0]
+    write_jsonl(tmp_path / "a.jsonl", [f"{text} {number}" for number in range(40)])
+    config = prepared(tmp_path, dedup="near")
+    assert len(rows_of(config)) == 1
 
 
 # --- splits and weights -----------------------------------------------------------------------------------

@@ -302,3 +302,6 @@ def test_an_epoch_includes_every_row(rows: int, batch: int, epochs: float, steps
     assert count_steps(TrainConfig(**keys, mixture=mixture), rows) == int(epochs * rows / batch)
     with pytest.raises(UserError):
         count_steps(TrainConfig(**keys), 1)
+    rounded = {"num_train_epochs": 4.35, "global_batch_size": 5, "mixture": mixture}
+    assert count_steps(TrainConfig(**rounded), 100) == 87
+    assert count_steps(TrainConfig(num_train_epochs=0.29, global_batch_size=29), 100) == 1
