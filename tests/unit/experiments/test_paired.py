@@ -1,0 +1,28 @@
+"""Differences over rows and seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from emo.experiments.paired import compare_seeds
+
+
+def test_an_interval_covers_rows_and_seeds() -> None:
+    """Of 400 experiments with a known difference, about 95 % of the intervals contain it."""
+    rng = np.random.default_rng(0)
+    weights = [np.full(200, 1 / 200)] * 4
+    covered, errors = 0, []
+    for _ in range(400):
+        effects = 0.02 + rng.normal(0, 0.01, (3, 1))
+        drawn = [np.where(rng.random((3, 200)) < effects + 0.1, 1.0, 0.0) for _ in range(4)]
+        found = compare_seeds([d - (rng.random((1, 200)) < 0.1) for d in drawn], weights)
+        covered += abs(found.difference - 0.02) <= 1.96 * found.error
+        errors.append(found.error)
+    assert 0.92 < covered / 400 <= 1
+
+
+def test_groups_have_equal_weights() -> None:
+    difference = np.array([[1.0, 0.0, 0.0, 0.0]])
+    found = compare_seeds([difference], [np.array([1 / 2, 1 / 6, 1 / 6, 1 / 6])])
+    assert found.difference == pytest.approx(0.5)
