@@ -298,10 +298,10 @@ def _preflight(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace) -> int:
-    # as JSON, because a name may look like a number
+    # Values are written as JSON, because a name may look like a number.
     settings = [f"model.path={json.dumps(args.model)}", f"model.revision={json.dumps(args.revision or None)}"]
     settings += ["model.architecture=null", "model.lora=null", "objective={}"]
-    # these may need the teacher whose scores are made
+    # A choice of checkpoints may need the teacher whose scores are computed here.
     settings += ["train.keep_best=null", "train.load_best_at_end=false", "train.early_stopping=null"]
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
     config = load_config(args.recipe, [*args.overrides, *settings])

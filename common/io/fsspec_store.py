@@ -156,10 +156,10 @@ class PatientStore(FsspecStore):
         except FileExistsError:
             if self.read(name) != content:
                 raise
+        if self._rejects_existing:
+            return
         # Another job may delete the file in between, so one repetition that succeeds proves nothing.
-        self._rejects_existing = self._rejects_existing or any(
-            self._is_rejected(name, content) for _ in range(3)
-        )
+        self._rejects_existing = any(self._is_rejected(name, content) for _ in range(3))
         if not self._rejects_existing:
             problem = "the object store replaces a file where it should only create one"
             advice = "Jobs cannot share this store. Use another one, or set data.dir to a directory"

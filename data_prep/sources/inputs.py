@@ -58,7 +58,7 @@ def _open_source(source: Source, config: DataConfig) -> Iterator[SourceReader]:
         group=config.validation_group,
         chat=config.by_chat_template,
     )
-    if spec.group is not None and spec.format == "wikitext":  # joins the rows of a table
+    if spec.group is not None and spec.format == "wikitext":  # a document is made of several rows
         problem = (
             f"data.validation_group needs rows with columns, but {source.hub or source.files} is WikiText"
         )

@@ -29,7 +29,7 @@ CARD = "README.md"
 ENTRIES = ".eval_results"
 INDEX = "model-index"
 CARD_BYTES = 4 << 20
-# They identify our entries of a model-index: tasks of this project, and of lm-evaluation-harness.
+# Names of our entries of a model-index, for tasks of this project and of lm-evaluation-harness.
 OURS = "In-context classification (emo-pipeline)"
 HARNESS = "lm-evaluation-harness (emo-pipeline)"
 _FRONT = re.compile(r"\A(\ufeff?\s*---[ \t]*\r?\n)(.*?)(^---[ \t]*(?:\r?\n|\Z))", re.S | re.M)

@@ -95,9 +95,8 @@ class LengthTask(ForeignTask):
         records = self._records(job, entry, rows)
         result: TaskResult | None = entry.result()
         if result is None:
-            result = self._result(
-                records, compared | {"dtype": model.computed_dtype}
-            )  # also if it was `auto`
+            compared |= {"dtype": model.computed_dtype}  # also if it was `auto`
+            result = self._result(records, compared)
             entry.finish(result)
         job.write_view(self.name, entry.key, result, {"from_hub": False, "hub": None, "split": "test"})
         return result

@@ -135,11 +135,11 @@ def count_steps(train: BatchConfig, rows: int) -> int:
     if train.max_steps is not None:
         return train.max_steps
     epochs = train.num_train_epochs or 0
-    batches = epochs * rows / train.global_batch_size + ROUNDING
-    if batches < 1:
+    batches = epochs * rows / train.global_batch_size
+    if batches < 1 - ROUNDING:
         amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
         raise UserError(
             f"{amount} are less than a batch. Set a smaller train.global_batch_size", code="batch-size"
         )
     # Without a mixture, the last step has rows of the next epoch if needed, so that every row is seen.
-    return math.ceil(batches - 2 * ROUNDING) if train.mixture is None else int(batches)
+    return math.ceil(batches - ROUNDING) if train.mixture is None else int(batches + ROUNDING)

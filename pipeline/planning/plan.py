@@ -321,8 +321,8 @@ def _recipe_rows(
         offloaded = footprint.stored_bytes(sizes, setup) / GIB
         rows.append(("checkpoints", f"{offloaded:,.2f} GiB of host memory per rank"))
     amount = f"{staged / GIB:,.2f} GiB of host memory over all ranks"
-    kept = f"{amount}, kept between saves"
-    rows.append(("saving", kept if config.train.async_save else f"at most {amount}, freed afterwards"))
+    saving = f"{amount}, kept between saves" if config.train.async_save else f"at most {amount}, then freed"
+    rows.append(("saving", saving))
     return rows
 
 
