@@ -22,6 +22,7 @@ from .sweeps.sweep import Sweep
 from .sweeps.workers import StoppedError
 
 TABLE = "table.md"
+FRONTS = "fronts.svg"
 JOBS = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}  # templates in jobs/
 
 
@@ -58,7 +59,8 @@ def make_parsers() -> dict[str, Parser]:
     table = Parser(
         prog="emo table",
         description="Print the table of an experiment from the results that exist, and write it to the "
-        "experiment's directory. It may be run while the sweep is running.",
+        "experiment's directory, with a figure of its fronts if it has any. It may be run while the sweep is "
+        "running.",
         examples=[f"emo table {example}"],
     )
     add_recipe(table, noun="experiment")
@@ -164,6 +166,8 @@ def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     table = report.sweep_document(results).markdown()
     write_text(experiment.out / RESULTS, json.dumps(results, indent=1))
     write_text(experiment.out / TABLE, table)
+    if experiment.fronts:
+        write_text(experiment.out / FRONTS, report.draw_fronts(results["fronts"]))
     print(table)
     print(f"{experiment.out / TABLE}; numbers: {experiment.out / RESULTS}")
     return ExitCode.DONE

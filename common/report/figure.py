@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,11 @@ DASHES = {"-": "none", "--": "7.4 3.2", "-.": "12.8 3.2 2 3.2", ":": "2 3.3"}
 SERIES = {"": 0, "mle": 1, "emo": 2, "tailr": 3, "mixce": 4}
 # While Matplotlib draws, #0000XX stands for the CSS variable with index XX. Black is the first.
 VARIABLES = ("muted", "rule", "grey", *(f"s{i + 1}" for i in range(COLOURS)))
+# Their values in files without the page: those of its light mode, with a grey that is easier to see.
+LIGHT = dict(zip(VARIABLES, (
+    *("#67635b", "#dedad1", "#a8a29e", "#1d1c1a", "#2f6ca8", "#c0711a", "#2f8558", "#b5413a"),
+    *("#7558b0", "#12898c", "#b8488f", "#857a14", "#7b4f2e", "#6d9bd1", "#8a8578"),
+), strict=True))  # fmt: skip
 MAX_POINTS = 400  # of a curve; more points are averaged in groups
 Points = Sequence[tuple[float, float]]
 Band = Sequence[tuple[float, float, float]]  # (x, low, high)
@@ -209,6 +214,29 @@ def svg(panel: Curves | Cells, label: str, alone: bool) -> Markup:
 
     text = re.sub("<[^>]+>", tag, text)
     return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(on_one_line(label))}"', 1))
+
+
+def svg_file(name: str, size: tuple[float, float], draw: Callable[[Any], None]) -> str:
+    """Return a figure as a file of its own. `draw` gets Matplotlib's figure of `size` inches."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    look: dict[Any, Any] = {
+        "svg.hashsalt": name,
+        "svg.fonttype": "none",
+        "font.size": 8,
+        "axes.titlesize": 8.5,
+    }
+    look |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
+    file = io.StringIO()
+    with matplotlib.rc_context(look):
+        canvas = Canvas(size, layout="constrained")
+        draw(canvas)
+        canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    for variable, value in LIGHT.items():
+        text = text.replace(colour(variable), value)
+    return text
 
 
 def mean_points(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:

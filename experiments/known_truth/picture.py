@@ -7,7 +7,6 @@ python -m emo.experiments.known_truth.picture experiments/results/map.md experim
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
-from emo.common.report.figure import VARIABLES, colour
+from emo.common.report.figure import svg_file
 
 from ..sweeps.report import build_map
 from ..sweeps.statistics import MapRow
@@ -30,7 +29,6 @@ TITLES = {
     "training": "EMO against the map of MLE's distributions to EMO's fixed point",
 }
 CONTROL = {"exchange": "EMO against EMO with permuted costs"}
-PALETTE = {"muted": "#57534e", "rule": "#e7e5e4", "grey": "#a8a29e", "s2": "#2f6ca8", "s3": "#c0711a"}
 
 
 ABOUT = """# The map of known truths
@@ -46,24 +44,16 @@ cell. Share: how much of the truth the costs carry. Draws: training tokens per c
 
 def draw_map(rows: list[MapRow]) -> str:
     """Return an SVG of a study's rows."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     panels = {title: build_map(rows, name) for name, title in TITLES.items() if name in rows[0]["verdicts"]}
-    style: Any = {"svg.hashsalt": "map", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 8.5}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
-    file = io.StringIO()
-    with matplotlib.rc_context(style):
-        canvas = Figure((9, sum(panel.inches + 0.35 for panel in panels.values())), layout="constrained")
-        grid = canvas.subplots(len(panels), height_ratios=[panel.inches for panel in panels.values()])
+    heights = [panel.inches for panel in panels.values()]
+
+    def draw(canvas: Any) -> None:
+        grid = canvas.subplots(len(panels), height_ratios=heights)
         for axes, (title, panel) in zip(grid, panels.items(), strict=True):
             panel.draw(axes)
             axes.set_title(title)
-        canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    text = file.getvalue()
-    for variable in VARIABLES:
-        text = text.replace(colour(variable), PALETTE.get(variable, "#000000"))
-    return text
+
+    return svg_file("map", (9, sum(heights) + 0.35 * len(heights)), draw)
 
 
 def tabulate_map(rows: list[MapRow]) -> str:

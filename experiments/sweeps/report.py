@@ -22,7 +22,7 @@ from emo.common.report.document import (
     drawn,
     estimated,
 )
-from emo.common.report.figure import Cells, Figure
+from emo.common.report.figure import Cells, Figure, colour, style, svg_file
 from emo.common.report.numbers import DASH, Effect, format_interval, formatted
 from emo.eval.results.stats import holm
 
@@ -145,7 +145,7 @@ def answer_question(experiment: Experiment, name: str, rows: list[Json]) -> Json
 
 
 def compare_fronts(experiment: Experiment, front: Front, rows: list[Json]) -> Json:
-    """Return how much more each label loses than the baseline at equal gain, over repetitions."""
+    """Return how much more each label loses than the baseline at equal gain, and the points of all runs."""
     axis = experiment.compare.axis
     baseline = experiment.compare.baseline
     points: dict[str, list[list[pareto.Point]]] = {}  # by label and repetition
@@ -159,7 +159,34 @@ def compare_fronts(experiment: Experiment, front: Front, rows: list[Json]) -> Js
         if label != baseline:
             gaps = map(pareto.front_gap, repetitions, points[baseline])
             labels[label] = estimate(list(gaps))
-    return {"text": front.text, "gained": front.gained, "lost": front.lost, "labels": labels}
+    names = {"text": front.text, "gained": front.gained, "lost": front.lost}
+    return {**names, "labels": labels, "points": points}
+
+
+def draw_fronts(fronts: Json) -> str:
+    """Return an SVG with a panel for each front and a point for each run.
+
+    A line joins the runs of a repetition. Runs without a finite value are left out.
+    """
+
+    def draw(canvas: Any) -> None:
+        grid = canvas.subplots(1, len(fronts), squeeze=False)[0]
+        for axes, front in zip(grid, fronts.values(), strict=True):
+            for series, (label, repetitions) in enumerate(front["points"].items()):
+                variable, marker, _ = style(series)
+                look = {"color": colour(variable), "marker": marker, "markersize": 4, "linewidth": 0.6}
+                for i, points in enumerate(repetitions):
+                    finite = sorted(point for point in points if None not in point)
+                    gained, lost = zip(*finite, strict=True) if finite else ((), ())
+                    axes.plot(gained, lost, **look, label="" if i else label)
+            axes.set_title(front["text"])
+            axes.set_xlabel(f"{front['gained']} (a gain is to the left)")
+            axes.set_ylabel(front["lost"])
+            axes.grid(color=colour("rule"), linewidth=0.6)
+        handles, names = grid[0].get_legend_handles_labels()
+        canvas.legend(handles, names, loc="outside lower center", ncols=6, frameon=False)
+
+    return svg_file("fronts", (4 * len(fronts), 3.6), draw)
 
 
 def _row_values(row: Json, metric: str) -> list[float]:

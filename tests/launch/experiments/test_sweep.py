@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import yaml
 
 import emo.experiments.sweeps.code
 from emo.common.errors import ExitCode
+from emo.common.report.figure import LIGHT
 from emo.experiments.cli import main
 from emo.experiments.sweeps import report
 from emo.experiments.sweeps.code import code_digest, find_plugin_sources, find_sources
@@ -138,6 +140,12 @@ def test_fronts_are_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
     (gap,) = results["fronts"]["letters"]["labels"].values()
     assert gap["mean"] == pytest.approx(0.5) and gap["n"] == 2
     assert "What is lost?" in report.sweep_document(results).html()
+    results["fronts"]["letters"]["points"]["emo"][0][0] = (None, 1.0)
+    figure = report.draw_fronts(results["fronts"])
+    assert ">What is lost?<" in figure
+    markers = re.findall(r"<use [^>]*fill: (#\w+)", figure)
+    black, blue = LIGHT["s1"], LIGHT["s2"]
+    assert (markers.count(black), markers.count(blue)) == (4 + 1, 3 + 1)  # runs with values, and the legend
 
 
 def test_runs_without_a_number_are_listed_and_leave_questions_undecided(tmp_path: Path, recipe: Path) -> None:
