@@ -58,9 +58,8 @@ def make_parsers() -> dict[str, Parser]:
     add("--workers", type=int, default=8, metavar="N", help="number of workers in these jobs (%(default)s)")
     table = Parser(
         prog="emo table",
-        description="Print the table of an experiment from the results that exist, and write it to the "
-        "experiment's directory, with a figure of its fronts if it has any. It may be run while the sweep is "
-        "running.",
+        description="Print the table of an experiment whose runs are done, and write it to the "
+        "experiment's directory, with a figure of its fronts if it has any.",
         examples=[f"emo table {example}"],
     )
     add_recipe(table, noun="experiment")

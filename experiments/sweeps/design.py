@@ -145,6 +145,14 @@ class Front(Section):
     lost: str
 
 
+class Prediction(Section):
+    """A rank correlation of two metrics over all reported runs."""
+
+    text: str
+    by: str
+    of: str
+
+
 class Experiment(Section):
     """An experiment file."""
 
@@ -160,6 +168,7 @@ class Experiment(Section):
     compare: Compare
     questions: dict[str, SweepQuestion] = {}
     fronts: dict[str, Front] = {}
+    predictions: dict[str, Prediction] = {}
     ranks: int = Field(1, gt=0)  # of each training run
     minutes: float | None = Field(None, gt=0)  # expected time of a run, until one has been measured
 
@@ -220,9 +229,10 @@ class Experiment(Section):
 
     @property
     def decisive(self) -> list[str]:
-        """Return the metrics of questions and fronts."""
+        """Return the metrics of questions, fronts and predictions."""
         metrics = [question.outcome for question in self.questions.values()]
         metrics += [metric for front in self.fronts.values() for metric in (front.gained, front.lost)]
+        metrics += [metric for one in self.predictions.values() for metric in (one.by, one.of)]
         return list(dict.fromkeys(metrics))
 
     @property

@@ -27,8 +27,8 @@ from emo.common.report.numbers import DASH, Effect, format_interval, formatted
 from emo.eval.results.stats import holm
 
 from .. import pareto
-from .design import Experiment, Front, Labels, RunSpec
-from .statistics import MapRow, estimate, is_grid_end, paired_difference, paired_verdict
+from .design import Experiment, Front, Labels, Prediction, RunSpec
+from .statistics import MapRow, estimate, is_grid_end, paired_difference, paired_verdict, rank_correlation
 from .sweep import Sweep
 
 Json = dict[str, Any]  # a part of results.json
@@ -52,6 +52,7 @@ ANSWERED = (
     "Better by: the decisive paired difference; above zero is better. Yes: all intervals lie above zero. The "
     "intervals are simultaneous. For a map: minimum and maximum over its cells."
 )
+CORRELATED = "Spearman's correlation over runs with a 95 % bootstrap interval."
 MAPPED = (
     "Better by, in {outcome}: blue is better, orange is worse, no colour is undecided. The intervals of all "
     "cells are simultaneous. The unit is a random truth; each cell has {n}."
@@ -76,6 +77,11 @@ def gather_results(work: Sweep) -> Json:
     if experiment.fronts:
         fronts = experiment.fronts.items()
         results["fronts"] = {name: compare_fronts(experiment, front, rows) for name, front in fronts}
+    if experiment.predictions:
+        results["predictions"] = {
+            name: prediction.model_dump() | correlate(prediction, rows)
+            for name, prediction in experiment.predictions.items()
+        }
     for row in rows:
         del row["values"]
     return results
@@ -163,6 +169,12 @@ def compare_fronts(experiment: Experiment, front: Front, rows: list[Json]) -> Js
     return {**names, "labels": labels, "points": points}
 
 
+def correlate(prediction: Prediction, rows: list[Json]) -> Json:
+    """Return the rank correlation of a prediction over the runs of all rows."""
+    x, y = ([v for row in rows for v in _row_values(row, m)] for m in (prediction.by, prediction.of))
+    return {**rank_correlation(x, y)}
+
+
 def draw_fronts(fronts: Json) -> str:
     """Return an SVG with a panel for each front and a point for each run.
 
@@ -199,6 +211,7 @@ def sweep_document(results: Json) -> Document:
     sections = [ReportSection("Answers", _verdict_table(results["verdicts"]))]
     sections += [ReportSection("Rows", *_row_blocks(results))]
     sections += [ReportSection("Fronts", _front_table(front)) for front in results.get("fronts", {}).values()]
+    sections += [ReportSection("Predictions", _prediction_table(results.get("predictions", {})))]
     answer = _verdict_sentences(results["verdicts"])
     return Document("Experiment", answer, f"Code: {results['code']}.", sections)
 
@@ -343,3 +356,11 @@ def build_map(rows: list[MapRow], question: str) -> Cells:
     grid = [(f"{V} tokens", [effects.get((V, *column)) for column in columns]) for V in sizes]
     names = [f"{draws:,}\n{share:g}" for share, draws in columns]
     return Cells(question, names, grid, "draws per context; share of geometry in the truth")
+
+
+def _prediction_table(predictions: Json) -> Table:
+    rows: list[Row] = [
+        [p["text"], p["by"], p["of"], estimated(p["mean"], p["low"], p["high"], "{:+.2f}"), p["n"]]
+        for p in predictions.values()
+    ]
+    return Table(["Question", "By", "Of", "Rank correlation", "n"], rows, CORRELATED, 3)

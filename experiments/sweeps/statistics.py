@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import NotRequired, TypedDict
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.stats import ttest_1samp
+from scipy.stats import bootstrap, rankdata, ttest_1samp
 
 from emo.eval.results.stats import LEVEL, student
 
@@ -74,6 +75,30 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float], level:
     else:
         p = float(ttest_1samp(gaps, 0.0).pvalue) if len(gaps) > 1 else math.nan
     return {**result, "p": p}
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float], level: float = LEVEL) -> Estimate:
+    """Return Spearman's correlation of the pairs in which both are finite, with a BCa bootstrap interval.
+
+    `mean` is the correlation. It is NaN if a side has only one value.
+    """
+    pairs = np.array([pair for pair in zip(x, y, strict=True) if np.isfinite(pair).all()])
+    result: Estimate = {"mean": math.nan, "low": math.nan, "high": math.nan, "n": len(pairs)}
+    if len(pairs) < 3 or any(len(set(side)) == 1 for side in pairs.T):
+        return result
+
+    def correlation(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
+        ranks = (rankdata(side, axis=axis) for side in (a, b))
+        a, b = (rank - rank.mean(axis, keepdims=True) for rank in ranks)
+        return (a * b).sum(axis) / np.sqrt((a * a).sum(axis) * (b * b).sum(axis))
+
+    result["mean"] = float(correlation(*pairs.T))
+    with np.errstate(invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a sample may have one value only
+        interval = bootstrap(tuple(pairs.T), correlation, paired=True, vectorized=True, n_resamples=4999,
+                             confidence_level=level, rng=0).confidence_interval  # fmt: skip
+    result["low"], result["high"] = float(interval.low), float(interval.high)
+    return result
 
 
 def paired_verdict(

@@ -130,7 +130,9 @@ def test_fronts_are_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
     """The front of each objective spans the learning rates, and emo loses 0.5 more than mle."""
     axes = yaml.safe_load(EXPERIMENT)["axes"] | {"lr": {"train.learning_rate": [1e-3, 2e-3]}}
     front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"}
-    work = opened(sweep(tmp_path, recipe, axes=axes, fronts={"letters": front}))
+    prediction = {"text": "Does the loss predict it?", "by": "validation_nll", "of": "letters"}
+    parts = {"fronts": {"letters": front}, "predictions": {"loss": prediction}}
+    work = opened(sweep(tmp_path, recipe, axes=axes, **parts))
     names = [run.name for run in work.runs]
     pretend(work, {name: 2.0 if "0.001" in name else 1.0 for name in names})
     for name in names:
@@ -139,7 +141,9 @@ def test_fronts_are_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
     results = gather_results(work)
     (gap,) = results["fronts"]["letters"]["labels"].values()
     assert gap["mean"] == pytest.approx(0.5) and gap["n"] == 2
-    assert "What is lost?" in report.sweep_document(results).html()
+    page = report.sweep_document(results).html()
+    assert "What is lost?" in page and "Does the loss predict it?" in page
+    assert results["predictions"]["loss"]["mean"] < -0.8 and results["predictions"]["loss"]["n"] == 8
     results["fronts"]["letters"]["points"]["emo"][0][0] = (None, 1.0)
     figure = report.draw_fronts(results["fronts"])
     assert ">What is lost?<" in figure

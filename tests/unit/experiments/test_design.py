@@ -151,6 +151,9 @@ def test_decisive_metrics_must_be_measured(tmp_path: Path) -> None:
         front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"} | {metric: "leters"}
         with pytest.raises(UserError, match=r"no measure reads leters.*letters"):
             check_runs(small_sweep(tmp_path, {}, fronts={"letters": front}), local=False)
+    prediction = {"text": "Is it predicted?", "by": "validation_nll", "of": "leters"}
+    with pytest.raises(UserError, match=r"no measure reads leters.*letters"):
+        check_runs(small_sweep(tmp_path, {}, predictions={"letters": prediction}), local=False)
 
 
 def test_files_that_before_makes_may_be_missing(tmp_path: Path) -> None:

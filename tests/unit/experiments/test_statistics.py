@@ -14,7 +14,13 @@ from emo.experiments.known_truth.study import Contestant, Study
 from emo.experiments.known_truth.study import answer_cell as answer_of_study
 from emo.experiments.sweeps.design import read_experiment
 from emo.experiments.sweeps.report import answer_question as answer_of_sweep
-from emo.experiments.sweeps.statistics import estimate, is_grid_end, paired_difference, paired_verdict
+from emo.experiments.sweeps.statistics import (
+    estimate,
+    is_grid_end,
+    paired_difference,
+    paired_verdict,
+    rank_correlation,
+)
 from tests.helpers.sweeping import sweep
 
 
@@ -28,6 +34,20 @@ def test_a_paired_difference_is_the_paired_t_test() -> None:
     assert (gap["low"], gap["high"]) == pytest.approx((interval.low, interval.high))
     assert math.isnan(estimate([1.0])["low"]) and math.isnan(paired_difference([1.0], [2.0])["p"])
     assert [paired_difference([x, x + 1], [1.0, 2.0])["p"] for x in (1.0, 2.0)] == [1.0, 0.0]
+
+
+def test_a_rank_correlation_is_that_of_the_ranks_of_finite_pairs() -> None:
+    g = np.random.default_rng(0)
+    x = g.normal(size=40)
+    y = np.exp(x) + 0.5 * g.normal(size=40)
+    ranks = [np.argsort(np.argsort(side)) for side in (x, y)]
+    found = rank_correlation([*x, math.nan, 1.0], [*y, 1.0, math.inf])
+    assert found["n"] == 40 and found["mean"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert found["low"] < found["mean"] < found["high"] < 1
+    again = rank_correlation(list(-x), list(y))  # ranks turned round
+    assert again["mean"] == pytest.approx(-found["mean"])
+    constant = rank_correlation([1.0, 2.0, 3.0], [5.0, 5.0, 5.0])
+    assert math.isnan(constant["mean"]) and constant["n"] == 3
 
 
 def test_grid_ends() -> None:
