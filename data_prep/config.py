@@ -143,8 +143,8 @@ class DataConfig(Section):
     sources: list[Source] = Field(min_length=1)
     """Sources of the training rows."""
     validation: list[Source] | dict[str, list[Source]] = []
-    """Sources of the validation set, or of several named sets: {home: [...], abroad: [...]}. Training leaves
-    out their rows."""
+    """Sources of the validation set, or of several named sets: {home: [...], abroad: [...]}. Rows that are
+    also training rows are left out of these sets."""
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the sources' rows to hold out for validation, chosen by content hash, if `validation` is
     empty."""
