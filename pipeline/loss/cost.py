@@ -71,7 +71,7 @@ def kernel_width(*rows: Tensor) -> int:
 
 
 @functools.cache
-def _lacks_bfloat16() -> bool:
+def lacks_bfloat16() -> bool:
     """Return whether this is an x86 CPU without bfloat16 products. Other CPUs are assumed to have them."""
     x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     return x86 and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -79,7 +79,7 @@ def _lacks_bfloat16() -> bool:
 
 def needs_widening(factor: Tensor) -> bool:
     """Return whether the products below are faster with `factor` than `torch.mm`."""
-    return factor.device.type == "cpu" and factor.element_size() == 2 and _lacks_bfloat16()
+    return factor.device.type == "cpu" and factor.element_size() == 2 and lacks_bfloat16()
 
 
 def mm_in_float32(x: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -290,7 +290,7 @@ class CostEmbedding:
         """
         dtype = self.rows.dtype
         if model_dtype.itemsize == 2:
-            fast = device.type == "cpu" and not _lacks_bfloat16()
+            fast = device.type == "cpu" and not lacks_bfloat16()
             dtype = torch.bfloat16 if fast else torch.float16
         if self.rows.device == device and self.rows.dtype == dtype:
             return self

@@ -40,6 +40,7 @@ from ..engine.device.hardware import GB, GIB, NODE, Cluster, accelerator, descri
 from ..engine.ds_config import EIGHT_BIT, DsConfig, zero_stage
 from ..engine.schedule import draw_schedule
 from ..engine.sequence import check_sequence_parallel
+from ..loss.cost import lacks_bfloat16
 from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
@@ -454,9 +455,9 @@ def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu:
     if train.state_dtype == "bfloat16" and train.learning_rate < LOST_BELOW:
         problem = f"train.state_dtype=bfloat16 loses most updates at learning rates below {LOST_BELOW:g}"
         warnings.append(f"{problem}. Set train.state_dtype=float32 in a new output_dir.")
-    if on_cpu and config.model.dtype == "bfloat16":
+    if on_cpu and config.model.dtype == "bfloat16" and lacks_bfloat16():
         cure = "Set model.dtype=float32 in a new output_dir."
-        warnings.append(f"bfloat16 on a CPU is several times slower than float32. {cure}")
+        warnings.append(f"bfloat16 on this CPU is several times slower than float32. {cure}")
     if train.num_train_epochs is not None and data is not None and steps is not None and steps < 10:
         amount = f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens"
         cure = "Set a smaller train.global_batch_size or more train.num_train_epochs in a new output_dir."

@@ -27,7 +27,7 @@ from emo.pipeline.engine.device.hardware import ACCELERATORS, GIB, USABLE, Clust
 from emo.pipeline.model.adapters import add_lora
 from emo.pipeline.model.build import load_pretrained
 from emo.pipeline.model.config import LoraConfig, ModelConfig
-from emo.pipeline.planning import footprint
+from emo.pipeline.planning import footprint, plan
 from emo.pipeline.planning.checks import check_plan
 from emo.pipeline.planning.footprint import Setup
 from emo.pipeline.planning.plan import (
@@ -112,6 +112,16 @@ def test_published_parameter_counts() -> None:
         ready = check_plan(load_config(PAPER / f"{name}.yaml", []), 1)
         sizes = sizes_of(ready.model, ready.hf_config)
         assert (sizes.parameters, sizes.trainable) == (parameters, trainable)
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_bfloat16_is_called_slow_only_where_the_cpu_lacks_it(
+    lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "lacks_bfloat16", lambda: lacks)
+    config = load_config(QUICKSTART, ["model.dtype=bfloat16"])
+    warnings = plan.collect_warnings(config, check_plan(config, 1), on_cpu=True)
+    assert any("bfloat16" in warning for warning in warnings) == lacks
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
