@@ -9,6 +9,7 @@ A - B of the accuracy of each task and of their mean, in points with 95 % interv
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import t
 
-from emo.common.errors import exit_code_of
+from emo.common.errors import UserError, exit_code_of
+from emo.eval.report.compare import require_same_rows
 from emo.eval.results.directory import Model, find_model, is_right, read_models
 
-Z = 1.96  # of a 95 % interval
-POWER = 2.8  # standard errors of an effect that is found four times out of five
+POWER = 0.84  # standard errors between the quantiles of 50 % and of 80 %
 
 
 class Estimate(NamedTuple):
@@ -29,9 +31,20 @@ class Estimate(NamedTuple):
 
     difference: float
     error: float
+    freedom: float  # degrees of freedom of the error
+
+    @property
+    def half_width(self) -> float:
+        """Return half of the 95 % interval."""
+        return self.error * float(t.ppf(0.975, self.freedom))
+
+    @property
+    def detectable(self) -> float:
+        """Return the effect that is found four times out of five."""
+        return self.half_width + POWER * self.error
 
     def __str__(self) -> str:
-        low, high = (100 * (self.difference + sign * Z * self.error) for sign in (-1, 1))
+        low, high = (100 * (self.difference + sign * self.half_width) for sign in (-1, 1))
         return f"{100 * self.difference:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
@@ -47,7 +60,8 @@ def compare_seeds(differences: Sequence[np.ndarray], weights: Sequence[np.ndarra
     """Estimate the mean over tasks of paired differences.
 
     The variance is that over rows of the mean over seeds, plus that over seeds of the mean over rows. It is
-    rather too large, because the second contains a part of the first.
+    rather too large, because the second contains a part of the first. The degrees of freedom are those of
+    Satterthwaite (1946): few seeds give a wide interval if they differ more than rows do.
 
     Args:
         differences: Of each task, [seeds, rows]: right (1) or wrong (0) of A minus that of B.
@@ -58,15 +72,30 @@ def compare_seeds(differences: Sequence[np.ndarray], weights: Sequence[np.ndarra
     for difference, weight in zip(differences, weights, strict=True):
         mean = difference.mean(0)
         rows += float(weight**2 @ (mean - weight @ mean) ** 2)
-    seeds = float(by_seed.var(ddof=1)) / len(by_seed) if len(by_seed) > 1 else 0.0
-    return Estimate(float(by_seed.mean()), math.sqrt(rows / len(differences) ** 2 + seeds))
+    rows /= len(differences) ** 2
+    count = len(by_seed)
+    seeds = float(by_seed.var(ddof=1)) / count if count > 1 else 0.0
+    freedom = (rows + seeds) ** 2 * (count - 1) / seeds**2 if seeds else math.inf
+    return Estimate(float(by_seed.mean()), math.sqrt(rows + seeds), freedom)
 
 
 def report(results: Path, a: Sequence[str], b: Sequence[str]) -> None:
     """Print the comparison. Raises UserError for unknown models."""
+    if len(a) != len(b):
+        raise UserError(
+            f"--a has {len(a)} models and --b {len(b)}; give one of each per seed", code="option-value"
+        )
     models = read_models([results])
     pairs = [(find_model(models, x), find_model(models, y)) for x, y in zip(a, b, strict=True)]
     tasks = sorted(set[str].intersection(*({*model.results} for pair in pairs for model in pair)))
+    if not tasks:
+        raise UserError(
+            "the models have no task in common; evaluate them on the same tasks", code="not-comparable"
+        )
+    for task in tasks:
+        for model in itertools.chain(*pairs):
+            first = pairs[0][0]
+            require_same_rows(first, model, task, first.results[task], model.results[task])
     weights = [row_weights(pairs[0][0], task) for task in tasks]
     differences = []
     for task in tasks:
@@ -75,7 +104,7 @@ def report(results: Path, a: Sequence[str], b: Sequence[str]) -> None:
     for task, difference, weight in zip(tasks, differences, weights, strict=True):
         print(f"{task}: {compare_seeds([difference], [weight])}")
     mean = compare_seeds(differences, weights)
-    print(f"mean: {mean}; half-width {100 * Z * mean.error:.2f}, detectable {100 * POWER * mean.error:.1f}")
+    print(f"mean: {mean}; half-width {100 * mean.half_width:.2f}, detectable {100 * mean.detectable:.1f}")
 
 
 def main() -> int:

@@ -93,7 +93,7 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
         if first is None or second is None:
             continue
         try:
-            _require_same_rows(a, b, task, first, second)
+            require_same_rows(a, b, task, first, second)
             if "measure" not in first:
                 counts[task] = _count_pairs(a, b, task)
             elif first["measure"]["scale"] and first["measure"]["higher_is_better"] is not None:
@@ -115,7 +115,7 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
     return Comparison(b.name, a.name, described, refused, mean, lost, uneven, measures)
 
 
-def _require_same_rows(a: Model, b: Model, task: str, first: TaskResult, second: TaskResult) -> None:
+def require_same_rows(a: Model, b: Model, task: str, first: TaskResult, second: TaskResult) -> None:
     """Raise UserError if the models' results on a task cannot be compared."""
     if reason := find_differences(first, second):
         raise UserError(reason, code="not-comparable")

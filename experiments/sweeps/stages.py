@@ -31,7 +31,10 @@ from emo.pipeline.model.objective.config import TeacherConfig
 from .code import code_digest, find_plugin_sources
 
 Origin = dict[str, object]  # JSON values that decide a result, by dotted key
-REPORTED = {"train.eval_rows", "train.mixture_from"}  # free keys that change the reported numbers
+# Free keys that change the reported numbers, always or if the validations choose the model
+REPORTED = {"train.eval_rows", "train.mixture_from", "train.kl_from_base", "train.early_stopping"}
+REPORTED |= {"train.load_best_at_end"}
+CHOOSING = {"train.keep_best", "train.eval_steps"}
 MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".model")
 COMMAND_SUFFIXES = (".yaml", ".yml", ".py", ".sh")  # files that instruct a command
 EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
@@ -44,6 +47,7 @@ class StageNote(TypedDict, total=False):
     made_with: Origin
     after: str  # digest of the notes of the stages before it
     seconds: float
+    numbers: dict[str, float]  # of a measure, by metric
 
 
 @dataclass(frozen=True)
@@ -101,12 +105,17 @@ class Stage:
         fix = f"revert the change, remove {self.directory} to repeat it, or set another out"
         raise UserError(f"{run}: {self.name} was made with {change}; {fix}", code="stage-changed")
 
-    def write(self, seconds: float | None = None) -> None:
-        """Write the note: the stage is done, or without `seconds` its directory is begun."""
+    def write(self, seconds: float | None = None, numbers: Mapping[str, float] | None = None) -> None:
+        """Write the note: the stage is done, or without `seconds` its directory is begun.
+
+        numbers: What a measure has measured, by metric.
+        """
         self.note.parent.mkdir(parents=True, exist_ok=True)
         note = self.identity.copy()
         if seconds is not None:
             note["seconds"] = round(seconds, 1)
+        if numbers is not None:
+            note["numbers"] = dict(numbers)
         write_text(self.note, json.dumps(note, indent=1))
 
 
@@ -124,7 +133,9 @@ def data_origin(config: DataConfig) -> Origin:
 
 def run_origin(config: RunConfig, recorded: Mapping[str, object]) -> Origin:
     """Return the origin of a run. `recorded`: its earlier origin, used for files that no longer exist."""
-    free = tuple(f"{key}." for key in marked(RunConfig, FREE) - REPORTED)
+    chosen = config.train.load_best_at_end or config.train.early_stopping is not None
+    decisive = REPORTED | CHOOSING if chosen else REPORTED
+    free = tuple(f"{key}." for key in marked(RunConfig, FREE) - decisive)
     recipe = flatten(config.model_dump(mode="json", exclude={"data"}), ".")
     origin: Origin = {key: value for key, value in recipe if not f"{key}.".startswith(free)}
     origin |= {key: value for key, value in recorded.items() if key.startswith(CONTENT)}

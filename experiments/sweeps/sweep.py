@@ -12,7 +12,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from emo.common.io.untrusted import read_json
 from emo.common.provenance import shipped
 from emo.eval.results import store
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.control.run_dir import EXPORT, read_metrics
+from emo.pipeline.control.run_dir import EXPORT, read_export_info, read_metrics
 
 from .code import code_digest
 from .design import (
@@ -32,6 +32,7 @@ from .design import (
     TRAIN,
     VALIDATION,
     Experiment,
+    Labels,
     RunSpec,
     choose_runs,
     expand,
@@ -164,13 +165,11 @@ class Sweep:
         trials = self._trial_tasks()
         if not all(task.done for task in trials):
             return trials
-        choose = self.experiment.choose
         axis = self.experiment.compare.axis
         label = self.experiment.compare.baseline
-        ignored = (axis, choose.axis) if choose else (axis,)
         runs = sorted(self.reported(), key=lambda run: run.labels[axis] != label)  # baselines first
-        baselines = {run.without(*ignored): run for run in runs if run.labels[axis] == label}
-        return [RunTask(run, self.stages(run, baselines[run.without(*ignored)])) for run in runs]
+        baselines = {self._unit(run): run for run in runs if run.labels[axis] == label}
+        return [RunTask(run, self.stages(run, baselines[self._unit(run)])) for run in runs]
 
     def _trial_tasks(self) -> list[RunTask]:
         by = self.experiment.choose.by if self.experiment.choose else VALIDATION
@@ -191,21 +190,33 @@ class Sweep:
         return choose_runs(self.experiment, self.runs, scores)
 
     def values(self, run: RunSpec) -> dict[str, float]:
-        """Return the numbers of a run so far, by metric. Raises UserError if a measure left no number."""
+        """Return the numbers of a run so far, by metric. Those of validations describe the exported model."""
         values = {}
-        last = {record["set"]: record for record in read_metrics(self.directory(run)) if "set" in record}
+        directory = self.directory(run)
+        records = [record for record in read_metrics(directory) if "set" in record]
+        if records and self.config(run).train.load_best_at_end:
+            step = read_export_info(directory / EXPORT).get("step")
+            records = [record for record in records if record["step"] == step]
+        last = {record["set"]: record for record in records}
         for dataset, record in last.items():
             for metric, key in zip(validation_metrics(dataset), OF_RUNS, strict=True):
                 if record.get(key) is not None:
                     values[metric] = float(record[key])
-        for name, measure in self.experiment.measures.items():
-            if read_stage_note(self.note(run, name)):
-                for metric, sources in measure.read.items():
-                    key = f"measures.{name}.read.{metric}"
-                    values[metric] = fmean(
-                        map(read_number, fill_variables(sources, self.variables(run), key))
-                    )
+        for name in self.experiment.measures:
+            values |= read_stage_note(self.note(run, name)).get("numbers", {})
         return values
+
+    def read_measure(self, run: RunSpec, name: str) -> dict[str, float]:
+        """Read the numbers that a measure's command has written, by metric.
+
+        They are kept in the note of the stage, because other commands may replace the files. Raises UserError
+        for a missing number.
+        """
+        numbers = {}
+        for metric, sources in self.experiment.measures[name].read.items():
+            files = fill_variables(sources, self.variables(run), f"measures.{name}.read.{metric}")
+            numbers[metric] = fmean(map(read_number, files))
+        return numbers
 
     def work(self) -> None:
         """Do stages until none is left, and wait while other workers hold all of them.
@@ -239,13 +250,14 @@ class Sweep:
                     if latest.identity != stage.identity:
                         message = f"{name}: a file that it depends on has just changed; run the command again"
                         raise UserError(message, code="stage-changed")
-                self._run(name, stage)
+                self._run(run, stage)
         return acquired
 
-    def _run(self, name: str, stage: Stage) -> None:
-        """Run the command of a stage, with its output in a log."""
+    def _run(self, run: RunSpec | None, stage: Stage) -> None:
+        """Run the command of a stage, with its output in a log. `run` is None for a shared stage."""
+        name = run.name if run else "before"
         if stage.directory is not None and not stage.read():
-            for later in {each.note: each for task in self.tasks() for each in task.stages}.values():
+            for later in self._all_stages():
                 if later.follows(stage):  # it read what is made again
                     later.note.unlink(missing_ok=True)
             stage.write()
@@ -268,7 +280,28 @@ class Sweep:
             error = UserError if code == ExitCode.MISTAKE else FailureError
             message = f"{name}: {stage.name} exited with code {code} ({path}): {reason}"
             raise error(message, code="stage-failed")
-        stage.write(time.monotonic() - started)
+        numbers = (
+            self.read_measure(run, stage.name) if run and stage.name in self.experiment.measures else None
+        )
+        stage.write(time.monotonic() - started, numbers)
+
+    def _all_stages(self) -> Iterator[Stage]:
+        """Yield the stages of all runs against every possible baseline, also of runs that wait for trials."""
+        axis = self.experiment.compare.axis
+        baselines: dict[Labels, list[RunSpec]] = {}
+        for run in self.runs:
+            if run.labels[axis] == self.experiment.compare.baseline:
+                baselines.setdefault(self._unit(run), []).append(run)
+        for run in self.runs:
+            yield from self.stages(run)
+            for baseline in baselines.get(self._unit(run), []):
+                yield from self.stages(run, baseline)
+
+    def _unit(self, run: RunSpec) -> Labels:
+        """Return the labels that a run has in common with its baseline."""
+        choose = self.experiment.choose
+        axis = self.experiment.compare.axis
+        return run.without(*((axis, choose.axis) if choose else (axis,)))
 
 
 def read_number(source: str) -> float:

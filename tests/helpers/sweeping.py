@@ -56,19 +56,25 @@ def opened(path: Path, *overrides: str) -> Sweep:
     return Sweep(read_experiment(path, list(overrides)), lambda _: None)
 
 
-def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[RunTask] | None = None) -> None:
+def pretend(
+    work: Sweep,
+    nll: dict[str, float] | None = None,
+    tasks: Iterable[RunTask] | None = None,
+    letters: dict[str, float] | None = None,
+) -> None:
     """Write the results that real stages of `tasks` write, or by default those of all runs."""
     for run, stages in tasks or [RunTask(run, work.stages(run)) for run in work.runs]:
         directory = work.directory(run)
         directory.mkdir(parents=True, exist_ok=True)
         record = {"step": 3, "set": "validation", "validation_nll": (nll or {}).get(run.name, 1.0)}
         (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        text = json.dumps({"letters": [(letters or {}).get(run.name, len(run.name))], "made": 1})
+        (work.experiment.out / f"{run.name}.json").write_text(text)
         for stage in stages:
             if stage.directory is not None:
                 stage.directory.mkdir(parents=True, exist_ok=True)
-            stage.write(1.0)
-        text = json.dumps({"letters": [len(run.name)], "made": 1})
-        (work.experiment.out / f"{run.name}.json").write_text(text)
+            is_measure = stage.name in work.experiment.measures
+            stage.write(1.0, work.read_measure(run, stage.name) if is_measure else None)
 
 
 def start(path: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -134,10 +134,8 @@ def test_fronts_are_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
     parts = {"fronts": {"letters": front}, "predictions": {"loss": prediction}}
     work = opened(sweep(tmp_path, recipe, axes=axes, **parts))
     names = [run.name for run in work.runs]
-    pretend(work, {name: 2.0 if "0.001" in name else 1.0 for name in names})
-    for name in names:
-        letters = (1.0 if "0.001" in name else 3.0) + 0.5 * ("emo" in name)
-        (work.experiment.out / f"{name}.json").write_text(json.dumps({"letters": [letters], "made": 1}))
+    letters = {name: (1.0 if "0.001" in name else 3.0) + 0.5 * ("emo" in name) for name in names}
+    pretend(work, {name: 2.0 if "0.001" in name else 1.0 for name in names}, letters=letters)
     results = gather_results(work)
     (gap,) = results["fronts"]["letters"]["labels"].values()
     assert gap["mean"] == pytest.approx(0.5) and gap["n"] == 2
@@ -159,9 +157,36 @@ def test_runs_without_a_number_are_listed_and_leave_questions_undecided(tmp_path
     assert [verdict["answer"] for verdict in results["verdicts"].values()] == ["undecided"]
     assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
     assert "No value of validation_nll: emo-1, emo-2." in report.sweep_document(results).markdown()
-    (tmp_path / "out/emo-1.json").write_text("{}")
+
+
+def test_a_measure_without_a_number_fails_and_later_files_do_not_count(tmp_path: Path, recipe: Path) -> None:
+    work = opened(sweep(tmp_path, recipe))
+    pretend(work)
+    task = next(task for task in work.tasks() if task.run.name == "emo-1")
+    (tmp_path / "out/emo-1.json").write_text("{}")  # another command replaces it
+    assert work.values(task.run)["letters"] == 5
+    task.stages[-1].note.unlink()
+    work.commands.run = lambda command, log: 0  # type: ignore[method-assign]
     with refused("no-number"):
-        gather_results(work)
+        work.advance(task.run, task.stages[-1])
+    assert not task.stages[-1].done
+
+
+def test_losses_are_those_of_the_exported_model(tmp_path: Path, recipe: Path) -> None:
+    """The best checkpoint is of step 2, and the run ends after step 3."""
+    best = {"train.keep_best": "nll", "train.load_best_at_end": True, "train.eval_steps": 1}
+    work = opened(sweep(tmp_path, recipe, set=best))
+    pretend(work)
+    run = work.runs[0]
+    records = [
+        {"step": i, "set": "validation", "validation_nll": nll} for i, nll in enumerate((9.0, 4.0, 2.0, 3.0))
+    ]
+    (work.directory(run) / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert "validation_nll" not in work.values(run)  # no export yet
+    export = work.directory(run) / "export"
+    export.mkdir()
+    (export / "export.json").write_text('{"step": 2}')
+    assert work.values(run)["validation_nll"] == 2.0
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, ExitCode.MISTAKE), (3, ExitCode.FAILURE)])
@@ -182,6 +207,8 @@ def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path)
     assert list(tasks)[:2] == ["mle-1", "mle-2"]  # baselines first
     exports = [str(tmp_path / f"out/runs/{name}/export") for name in ("mle-2", "emo-2")]
     assert tasks["emo-2"].stages[-1].command[-3:] == ["mle-2", *exports]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/x.json").write_text('{"x": 1}')
     pretend(work)
     work.stages(work.runs[0])[-1].note.unlink()  # mle-1 is not trained
     for name, can_be_done in (("emo-1", False), ("emo-2", True)):
@@ -275,6 +302,9 @@ def finished(tmp_path: Path, recipe: Path) -> Path:
 CHANGES = (
     ("recipe.yaml", "train: {learning_rate: 0.2}"),
     ("recipe.yaml", "train: {eval_rows: 4}"),
+    ("recipe.yaml", "train: {kl_from_base: 8}"),
+    ("recipe.yaml", "train: {early_stopping: {metric: nll}, eval_steps: 1}"),
+    ("recipe.yaml", "train: {keep_best: nll, load_best_at_end: true, eval_steps: 1}"),
     ("recipe.yaml", "data: {validation: [{files: other.txt}], validation_fraction: 0}"),
     ("ds.json", '{"zero_optimization": {"stage": 2}}'),
     ("weights/model.safetensors", "strange"),
@@ -300,7 +330,11 @@ def test_changed_inputs_of_finished_runs_are_rejected(finished: Path) -> None:
 
 
 def test_changes_without_effect_on_results_are_accepted(finished: Path) -> None:
-    write(finished, "recipe.yaml", "train: {logging_steps: 99, save_steps: 7, micro_batch_size: 1}")
+    write(
+        finished,
+        "recipe.yaml",
+        "train: {logging_steps: 99, save_steps: 7, eval_steps: 2, micro_batch_size: 1}",
+    )
     shutil.rmtree(finished / "weights")  # no remaining stage needs them
     write(finished, "ds.json", '{"zero_optimization":  {"stage": 1}}')
     work = corpus_sweep(finished)
@@ -328,6 +362,23 @@ def test_what_a_repeated_training_changes_is_measured_again(tmp_path: Path, reci
     assert work.advance(task.run, train) and not measure.done
     others = [stage for other in work.tasks() if other.run != task.run for stage in other.stages]
     assert all(stage.done for stage in others)
+
+
+@pytest.mark.parametrize("removed", ["run", "data"])
+def test_a_repeated_trial_is_measured_again(tmp_path: Path, recipe: Path, removed: str) -> None:
+    """The measure is not part of the trial. Without the data, the other runs are trained again, too."""
+    axes = yaml.safe_load(EXPERIMENT)["axes"] | {"lr": {"train.learning_rate": [1e-3, 2e-3]}}
+    choose = {"axis": "lr", "by": "validation_nll"}
+    work = opened(sweep(tmp_path, recipe, axes=axes, choose=choose))
+    pretend(work)
+    trial = work.tasks()[0]
+    assert trial.done
+    shutil.rmtree(work.directory(trial.run) if removed == "run" else work.data(trial.run))
+    stage = trial.stages[1 if removed == "run" else 0]
+    work.commands.run = lambda command, log: 0  # type: ignore[method-assign]
+    assert work.advance(trial.run, stage) and not trial.stages[-1].done
+    others = [run for run in work.runs if run != trial.run]
+    assert all(work.stages(run)[1].done == (removed == "run") for run in others)
 
 
 def test_a_recipe_that_changes_during_a_sweep_is_rejected(finished: Path) -> None:
