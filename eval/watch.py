@@ -364,8 +364,7 @@ class RunWatcher:
                 now = file_system_now(self.directory)
                 unchanged = now - max((path.stat().st_mtime for path in pinned.glob("*")), default=now)
                 target.require_complete(pinned, unchanged >= SETTLE_SECONDS)
-                self._evaluate(target, pinned, files, request)
-            return True
+                return self._evaluate(target, pinned, files, request)
         except IncompleteError as error:
             if not target.path.is_dir():
                 self._write_mark(target, files, request, "gone")
@@ -393,18 +392,20 @@ class RunWatcher:
             )
         return False
 
-    def _evaluate(self, target: Target, pinned: Path, files: str, request: str) -> None:
+    def _evaluate(self, target: Target, pinned: Path, files: str, request: str) -> bool:
+        """Evaluate a target, and return whether training has its scores, if it waits for them."""
         model = EvaluatedModel(str(pinned), target.name, self.dtype)
         model.source = str(target.path)
         digest = "" if target.checkpoint is None else checkpoint_digest(target.checkpoint)
         results = run_all(model, self.tasks, self.settings, self.out, self.say)
         checkpoint = target.checkpoint
         if checkpoint and digest and not self._report_scores(step_of(checkpoint), digest, results):
-            return
+            return False
         mean, text = mean_accuracy(results)
         self._write_mark(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
         self.evaluated.append(target.name)
         self.say(f"{target.name}: {text}")
+        return True
 
     def _report_scores(self, step: int, digest: str, results: Sequence[TaskResult]) -> bool:
         """Append the accuracies of a checkpoint to the run's task_scores.jsonl, for training to read.

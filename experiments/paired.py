@@ -23,6 +23,7 @@ from emo.common.errors import UserError, exit_code_of
 from emo.eval.report.compare import require_same_rows
 from emo.eval.results.directory import Model, find_model, is_right, read_models
 
+NORMAL = 1.96  # quantile of a 95 % interval
 POWER = 0.84  # standard errors between the quantiles of 50 % and of 80 %
 
 
@@ -31,12 +32,12 @@ class Estimate(NamedTuple):
 
     difference: float
     error: float
-    freedom: float  # degrees of freedom of the error
+    quantile: float  # standard errors in half of the 95 % interval
 
     @property
     def half_width(self) -> float:
         """Return half of the 95 % interval."""
-        return self.error * float(t.ppf(0.975, self.freedom))
+        return self.error * self.quantile
 
     @property
     def detectable(self) -> float:
@@ -60,8 +61,8 @@ def compare_seeds(differences: Sequence[np.ndarray], weights: Sequence[np.ndarra
     """Estimate the mean over tasks of paired differences.
 
     The variance is that over rows of the mean over seeds, plus that over seeds of the mean over rows. It is
-    rather too large, because the second contains a part of the first. The degrees of freedom are those of
-    Satterthwaite (1946): few seeds give a wide interval if they differ more than rows do.
+    rather too large, because the second contains a part of the first. The quantile is
+    the mean of the normal one for rows and Student's for seeds, weighted by the two variances (Cochran 1964).
 
     Args:
         differences: Of each task, [seeds, rows]: right (1) or wrong (0) of A minus that of B.
@@ -75,8 +76,11 @@ def compare_seeds(differences: Sequence[np.ndarray], weights: Sequence[np.ndarra
     rows /= len(differences) ** 2
     count = len(by_seed)
     seeds = float(by_seed.var(ddof=1)) / count if count > 1 else 0.0
-    freedom = (rows + seeds) ** 2 * (count - 1) / seeds**2 if seeds else math.inf
-    return Estimate(float(by_seed.mean()), math.sqrt(rows + seeds), freedom)
+    variance = rows + seeds
+    quantile = NORMAL
+    if seeds:
+        quantile = (rows * NORMAL + seeds * float(t.ppf(0.975, count - 1))) / variance
+    return Estimate(float(by_seed.mean()), math.sqrt(variance), quantile)
 
 
 def report(results: Path, a: Sequence[str], b: Sequence[str]) -> None:

@@ -100,6 +100,8 @@ class Transformers:
         import torch
         from transformers import GenerationConfig
 
+        from .sampling import plain_settings
+
         model = self.model.model
         ends = self.model.ends
         settings = GenerationConfig(
@@ -111,7 +113,7 @@ class Transformers:
         for request in requests:
             prompt = torch.tensor([list(request.prompt)], device=model.device)
             mask = torch.ones_like(prompt)
-            with torch.inference_mode():
+            with plain_settings(model), torch.inference_mode():
                 output = model.generate(prompt, attention_mask=mask, generation_config=settings)
             ids = output[0, prompt.shape[1] :].tolist()
             texts.append((ids, bool(ids) and ids[-1] in ends))

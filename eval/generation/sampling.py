@@ -13,10 +13,11 @@ differences are too large, so a text may change with the batch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -41,6 +42,20 @@ class Continuation(NamedTuple):
 
     tokens: list[int]
     ended: bool
+
+
+@contextlib.contextmanager
+def plain_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Generate inside the block without the checkpoint's penalties and limits.
+
+    transformers would take them from `generation_config` where the caller sets nothing.
+    """
+    settings = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = settings
 
 
 class Sampler:
@@ -100,15 +115,11 @@ class Sampler:
 
         # Prompts of similar length need little padding.
         order = sorted(range(len(requests)), key=lambda i: (limit(i), len(requests[i].prompt), i))
-        settings = self.model.generation_config
-        self.model.generation_config = GenerationConfig()  # without the checkpoint's penalties and limits
-        try:
+        with plain_settings(self.model):
             for _, numbers in groupby(order, limit):
                 while part := list(islice(numbers, self.batch)):
                     texts |= zip(part, self._batch([requests[i] for i in part], tokens), strict=True)
                     progress(len(part))
-        finally:
-            self.model.generation_config = settings
         return [texts[i] for i in range(len(requests))]
 
     def _batch(self, requests: Sequence[Request], tokens: int) -> list[Continuation]:

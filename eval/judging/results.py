@@ -351,14 +351,15 @@ class Judgement:
     path: Path
 
     @cached_property
-    def scores(self) -> dict[str, tuple[str, float]]:
-        """Key of each pair -> its question and B's score, for readable verdicts."""
+    def scores(self) -> dict[str, tuple[str, str, float]]:
+        """Key of each pair -> its question, A's answer and B's score, for readable verdicts."""
         file = self.path.with_suffix(".jsonl")
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         if store.digest_json(text) != self.numbers["rows_digest"]:
             raise UserError(f"{file} was changed. Judge again.", code="incomplete-results")
         rows = [json.loads(line) for line in text.split("\n") if line]
-        return {row["id"]: (row["question"], row["score"]) for row in rows if row["score"] is not None}
+        readable = (row for row in rows if row["score"] is not None)
+        return {row["id"]: (row["question"], row["a"], row["score"]) for row in readable}
 
 
 def read_judgements(outs: Sequence[Path], say: Say) -> list[Judgement]:

@@ -50,7 +50,8 @@ class PairedJudgements(TypedDict):
 def compare_judgements(judgements: Sequence[Judgement], skipped: list[str]) -> list[PairedJudgements]:
     """Compare each judgement with the first by the same judge, against the same A, on the same questions.
 
-    They are compared on the questions with readable verdicts in both, if there are at least two.
+    They are compared on the questions with readable verdicts in both and the same answer of A, if there are
+    at least two.
     """
     firsts: dict[tuple[str, ...], Judgement] = {}
     pairs: list[PairedJudgements] = []
@@ -63,9 +64,14 @@ def compare_judgements(judgements: Sequence[Judgement], skipped: list[str]) -> l
         except UserError as error:
             skipped.append(str(error))
             continue
-        keys = [key for key in a if key in b and a[key][0] == b[key][0]]  # ids may be row numbers
+        asked = [key for key in a if key in b and a[key][0] == b[key][0]]  # ids may be row numbers
+        keys = [key for key in asked if a[key][1] == b[key][1]]
+        if len(keys) < len(asked):
+            left_out = f"{len(asked) - len(keys)} of {len(asked)} questions"
+            reason = f"{f['a']} had answered them differently"
+            skipped.append(f"{f['b']} is compared with {first.numbers['b']} without {left_out}: {reason}")
         if len(keys) > 1:
-            before, after = ([scores[key][1] for key in keys] for scores in (a, b))
+            before, after = ([scores[key][2] for key in keys] for scores in (a, b))
             mean, interval, p = compare_scores(before, after, [a[key][0] for key in keys])
             pairs.append(
                 {"first": first.numbers["b"], "second": f["b"], "judge": f["by"], "n": len(keys),

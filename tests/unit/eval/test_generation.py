@@ -24,7 +24,7 @@ from emo.data_prep.config import context_of
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
-from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids
+from emo.eval.generation.decoding import Beams, Decoding, Request, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers, Vllm
 from emo.eval.generation.records import Generation, read_generated
 from emo.eval.generation.sampling import ROUNDING, Sampler
@@ -261,6 +261,14 @@ def test_as_many_beams_as_tokens_find_the_most_likely_text(corpus: Path, tmp_pat
             second = int(logits[first, -1].argmax())
             means[first, second] = float(logits[0, -2, first] + logits[first, -1, second]) / 2
     assert record["ids"] == list(max(means, key=means.__getitem__))
+
+    def tokens() -> list[int]:
+        ((ids, _),) = Transformers(model, Beams(2))._ids([Request(prompt, [0])], 2, lambda _: None)
+        return ids
+
+    chosen = tokens()
+    model.model.generation_config.suppress_tokens = [chosen[0]]  # the checkpoint's settings do not count
+    assert tokens() == chosen
 
 
 def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:

@@ -28,7 +28,9 @@ from emo.eval.judging.pairs import Judged, Pair, judged_row, pair_answers, read_
 from emo.eval.judging.results import length_controlled, summarise_judgement
 from emo.eval.models.model import EvaluatedModel
 from emo.eval.report.gather import Report
+from emo.eval.report.judged import compare_judgements
 from emo.eval.report.page import document
+from emo.eval.results import store
 from tests.helpers.evaluating import (
     command,
     is_mistake,
@@ -596,3 +598,28 @@ def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
         keep_judgement(tmp_path / "apart", b, "abab", text)
     apart = document(Report([tmp_path / "apart"]))
     assert json.loads(apart.json())["paired_judgements"] == []
+
+
+def test_win_rates_are_compared_only_against_the_same_answers(tmp_path: Path) -> None:
+    """Of four questions, A answered the last one anew between the two judgements."""
+
+    def judgement(b: str, scores: list[float], last: str) -> results.Judgement:
+        answers_of_a = ["one", "two", "three", last]
+        rows = [
+            {"id": str(i), "question": f"why {i}", "a": a, "score": score}
+            for i, (a, score) in enumerate(zip(answers_of_a, scores, strict=True))
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{b}.jsonl").write_text(text)
+        numbers: Any = {"judge": "j", "by": "j", "facts": {}, "a": "BASE", "b": b, "questions": "q"}
+        numbers["rows_digest"] = store.digest_json(text)
+        return results.Judgement(numbers, tmp_path / f"{b}.json")
+
+    skipped: list[str] = []
+    first, second = (
+        judgement("MLE", [0.0, 0.5, 1.0, 0.0], "four"),
+        judgement("EMO", [0.5, 0.5, 1.0, 1.0], "4"),
+    )
+    (pair,) = compare_judgements([first, second], skipped)
+    assert pair["n"] == 3 and pair["difference"] == pytest.approx(0.5 / 3)
+    assert len(skipped) == 1 and "1 of 4" in skipped[0]

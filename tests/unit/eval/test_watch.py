@@ -197,6 +197,13 @@ def test_training_receives_the_accuracy_of_each_checkpoint(run: Run, monkeypatch
     run.publish(5)
     assert run.watch() == 0
 
+    def fill(*_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(watch_module, "append_scores", fill)
+    run.publish(6)
+    assert run.watcher().run_once() == 0  # it waits before the next pass, which tries again
+
 
 def test_checkpoints_without_an_export_are_named(run: Run) -> None:
     for step in (1, 2):

@@ -8,9 +8,9 @@ import pytest
 from emo.experiments.paired import compare_seeds
 
 
-@pytest.mark.parametrize(("seeds", "spread"), [(3, 0.01), (2, 0.05), (3, 0.05)])
+@pytest.mark.parametrize(("seeds", "spread"), [(3, 0.01), (2, 0.05), (5, 0.05)])
 def test_an_interval_covers_rows_and_seeds(seeds: int, spread: float) -> None:
-    """Of 400 experiments with a known difference, at least about 95 % of the intervals contain it.
+    """Of 400 experiments with a known difference, at least 95 % of the intervals contain it.
 
     With the larger spread, the seeds differ by more than the choice of rows can explain.
     """
@@ -23,7 +23,7 @@ def test_an_interval_covers_rows_and_seeds(seeds: int, spread: float) -> None:
         found = compare_seeds([d - (rng.random((1, 200)) < 0.3) for d in drawn], weights)
         covered += abs(found.difference - 0.02) <= found.half_width
         assert found.detectable > found.half_width
-    assert 0.92 < covered / 400 <= 1
+    assert 0.95 <= covered / 400 <= 1
 
 
 def test_groups_have_equal_weights() -> None:
