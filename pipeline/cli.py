@@ -299,12 +299,16 @@ def _preflight(args: argparse.Namespace) -> int:
 
 def _score(args: argparse.Namespace) -> int:
     # Values are written as JSON, because a name may look like a number.
-    settings = [f"model.path={json.dumps(args.model)}", f"model.revision={json.dumps(args.revision or None)}"]
-    settings += ["model.architecture=null", "model.lora=null", "objective={}"]
+    model = [f"model.path={json.dumps(args.model)}", f"model.revision={json.dumps(args.revision or None)}"]
+    model += ["model.architecture=null", "model.lora=null"]
     # A choice of checkpoints may need the teacher whose scores are computed here.
-    settings += ["train.keep_best=null", "train.load_best_at_end=false", "train.early_stopping=null"]
+    others = ["objective={}", "train.keep_best=null", "train.load_best_at_end=false"]
+    others += ["train.early_stopping=null"]
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
-    config = load_config(args.recipe, [*args.overrides, *settings])
+    trained = load_config(args.recipe, [*args.overrides, *others]).model
+    if (args.model, args.revision) != (trained.path, trained.revision):
+        model += ["model.rope=null"]  # another model keeps its own, also as a live teacher
+    config = load_config(args.recipe, [*args.overrides, *model, *others])
     announce("score")
     with show_activity("loading the model"):
         from .planning.score import score

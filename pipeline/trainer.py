@@ -402,6 +402,13 @@ class Trainer:
                 self.save(samples=not stopped)
             if stopped:
                 return Outcome.STOPPED
+        # A score of a task that arrived during the last save may have ended the run between validations.
+        if (
+            self.validation
+            and state.step > state.first_step
+            and not state.is_due(self.config.train.eval_steps)
+        ):
+            self.validate()
         return Outcome.FINISHED
 
     def _next_batch(self) -> StepBatch:

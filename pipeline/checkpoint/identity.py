@@ -208,7 +208,10 @@ def mixture_history(config: RunConfig) -> list[MixtureStart]:
     start = config.train.mixture_from
     if not recorded or recorded[-1].mixture == now:
         return recorded or [MixtureStart(0, now)]
-    assert start is not None
+    if start is None:  # a branch that failed before its first step: `compare_keys` has not seen it yet
+        problem = f"{config.output_dir} was started with another train.mixture"
+        cure = "restore it, or set train.mixture_from to the step from which the new one is used"
+        raise UserError(f"{problem}; {cure}", code="changed-mixture")
     earlier = [entry for entry in recorded if entry.step < start]
     return earlier if earlier and earlier[-1].mixture == now else [*earlier, MixtureStart(start, now)]
 

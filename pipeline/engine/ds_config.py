@@ -352,6 +352,8 @@ def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int
     elif stage == 3 and config.model.linear_dtype is not None:
         problem = f"model.lora.base_dtype={config.model.linear_dtype} does not work under ZeRO-3, which "
         problem += "cannot partition 4-bit weights. Set deepspeed=ds_configs/zero2.json"
+    elif config.model.lora is not None and (zero.get("offload_param") or {}).get("device") == "nvme":
+        problem = "model.lora does not work with weights on NVMe (offload_param). Offload them to the CPU"
     elif offload.get("device") == "nvme":
         problem = "an optimizer on NVMe cannot resume. Set its device to cpu, or put only the weights on NVMe"
         problem += " (ds_configs/zero3_nvme.json)"

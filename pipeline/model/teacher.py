@@ -127,7 +127,8 @@ def check_teacher_storage(config: RunConfig, ds_config: DsConfig) -> None:
         problem = f"ZeRO-3 holds a teacher in model.dtype={config.model.dtype}"
         cure = "Remove objective.teacher.dtype, or set deepspeed=ds_configs/zero2.json"
         raise UserError(f"{problem}. {cure}.", code="teacher-dtype")
-    if zero.get("zero_hpz_partition_size", 1) > 1 and teacher is not None:
+    has_weights = teacher is not None or config.objective.average_decay is not None
+    if zero.get("zero_hpz_partition_size", 1) > 1 and has_weights:
         problem = "zero_hpz_partition_size does not work with a teacher that has separate weights"
         raise UserError(f"{problem}. Remove it, or use stored scores.", code="teacher-hpz")
 

@@ -232,6 +232,7 @@ def _resolve_model(
     attention = usable_attention(config.model, hf_config, config.train.sequence_parallel > 1, gpus)
     check_teacher(config, hf_config, [rows.manifest for rows in sets[:1]], local, gpus)
     model = _build_meta_model(config, hf_config)
+    _check_nvme(ds_config, model, batch.replicas * batch.sequence)
     path = config.model.path
     if path is not None and (local or Path(path).exists()):
         with contextlib.suppress(OSError):  # the export keeps generation defaults, if there are any
@@ -342,6 +343,17 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
     return model
+
+
+def _check_nvme(ds_config: DsConfig, model: nn.Module, ranks: int) -> None:
+    """Reject weights that would be only on NVMe, because DeepSpeed cannot load their checkpoints."""
+    offload = ds_config["zero_optimization"].get("offload_param") or {}
+    count = -(-sum(p.numel() for p in model.parameters()) // ranks)
+    limit = int(offload.get("max_in_cpu", 1_000_000_000))
+    if offload.get("device") == "nvme" and count > limit:
+        problem = f"each rank holds {count:,} weights, and DeepSpeed cannot resume if more than {limit:,}"
+        cure = f"Set offload_param.max_in_cpu={count} in the DeepSpeed file, or use more ranks"
+        raise UserError(f"{problem} (offload_param.max_in_cpu) are on NVMe. {cure}", code="ds-combination")
 
 
 def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:

@@ -59,7 +59,8 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     """
     chosen = config.objective
     parts = parts or objective_parts(config)
-    objective = weighted_sum(list(zip(parts, _weights(config), strict=True))) if chosen.sum else parts[0]
+    pairs = list(zip(parts, _weights(config), strict=True)) if chosen.sum else []
+    objective = weighted_sum(pairs) if pairs else parts[0]
     teacher = chosen.resolved_teacher
     if bool(objective.divergences) != (teacher is not None):
         cure = "Set objective.teacher to {model: PATH}, {scores: NAME}, {ema: DECAY} or base."
@@ -67,6 +68,11 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
             f"needs a teacher. {cure}" if objective.divergences else "has none: remove objective.teacher"
         )
         raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
+    for part, weight in pairs if chosen.on_policy is not None else ():
+        if part.divergences and isinstance(weight, Spaced):
+            problem = f"objective.sum: {part.name} has a share, but steps with generated text need it"
+            cure = "Remove it, because on_policy.share chooses the steps"
+            raise UserError(f"{problem}. {cure}", code="sum-part")
     has_scores = isinstance(teacher, TeacherConfig) and teacher.scores
     if has_scores and any(comparison.needs_costs for _, comparison in objective.divergences):
         problem = "needs all probabilities of its teacher, but only the largest ones are stored"

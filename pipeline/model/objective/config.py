@@ -240,6 +240,9 @@ class ObjectiveConfig(Section):
         _check_objective(self.name, self.params)
         if self.sum and (self.name, self.params) != ("emo", {}):
             raise ValueError("give name and params, or sum, not both")
+        if self.sum and all(part.share != 1 for part in self.sum):
+            problem = "shares choose the same steps for all parts, so that other steps would have no loss"
+            raise ValueError(f"{problem}: give one part a share of 1")
         if {part.cost for part in self.sum or ()} - {None, self.cost}:
             raise ValueError("the parts of a sum share one cost embedding: set objective.cost")
         teacher = self.resolved_teacher

@@ -21,7 +21,15 @@ from emo.pipeline.batches.order import MixtureStart
 from emo.pipeline.checkpoint import copies, identity
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.config import RunConfig, dump_config, load_config
-from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, hash_files, list_files, partial_directory
+from emo.pipeline.control.run_dir import (
+    COMPLETE,
+    CONFIG,
+    STATE,
+    TRUNK,
+    hash_files,
+    list_files,
+    partial_directory,
+)
 from emo.pipeline.engine.snapshots import STATE_CLASSES, only_data
 from emo.pipeline.model.export import _model_card
 from emo.pipeline.planning.checks import check_plan, check_run, encode_sample_prompts
@@ -116,6 +124,15 @@ def test_a_mixture_may_only_change_with_its_key_at_the_newest_checkpoint(mixed: 
             identity.check_mixture(config(mixed, OTHER, f"train.mixture_from={start}"), step)
     identity.check_mixture(config(mixed, OTHER, "train.mixture_from=3"), 3)
     identity.check_mixture(config(mixed, MIXED, "train.mixture_from=2"), 3)  # the mixture is the same
+
+
+def test_a_branch_that_failed_before_its_first_step_needs_the_key_too(mixed: Path) -> None:
+    """Only trunk.yaml has the mixture of the run that it branches off."""
+    (mixed / CONFIG).rename(mixed / TRUNK)
+    branch = [f"train.decay_from={mixed}/step-000003", "train.lr_scheduler_type=warmup_stable_decay", OTHER]
+    with refused("changed-mixture"):
+        identity.mixture_history(config(mixed, *branch))
+    assert len(identity.mixture_history(config(mixed, *branch, "train.mixture_from=3"))) == 2
 
 
 def test_a_changed_mixture_is_recorded_and_then_needs_no_key(

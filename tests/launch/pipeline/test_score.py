@@ -17,7 +17,7 @@ from emo.common.errors import UserError
 from emo.data_prep.shards.format import TokenDataset
 from emo.data_prep.shards.scores import Scores
 from emo.pipeline.cli import main
-from emo.pipeline.config import load_config
+from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.control.run_dir import read_metrics
 from emo.pipeline.model.objective.build import training_objective
 from emo.pipeline.planning.checks import check_run
@@ -88,6 +88,20 @@ def test_a_custom_objective_and_a_schedule_train(folder: Path) -> None:
     assert records[0]["loss"] > records[0]["nll"] + 0.1  # the custom objective weights all tokens above 1
     for record in records[2:]:
         assert record["loss"] == pytest.approx(record["nll"], rel=1e-6)
+
+
+def test_only_the_recipes_own_model_gets_its_rope(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ropes = []
+
+    def record(config: RunConfig, *_: object) -> bool:
+        ropes.append(config.model.rope)
+        return True
+
+    monkeypatch.setattr("emo.pipeline.planning.score.score", record)
+    for model in (folder / "model", folder / "other"):
+        rope = "model.rope={type: linear, factor: 2}"
+        assert main(["score", str(folder / "recipe.yaml"), "--model", str(model), rope]) == 0
+    assert [rope is None for rope in ropes] == [False, True]
 
 
 @pytest.mark.parametrize("arguments", [["--shard", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])

@@ -81,6 +81,7 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ("objective={name: mle, sum: [{name: emo}]}", "not both"),
         ("objective.sum=[{name: emo, cost: live}, {name: mle}]", "cost"),
         ("objective.sum=[{name: emo, weight: {from: 1, to: 0}}]", "steps"),
+        ("objective.sum=[{name: emo, share: 0.5}, {name: mle, share: 0.5}]", "share of 1"),
         ("train.mixture={}", "shares and temperature"),
         ("train.mixture={temperature: 2, max_epochs: {home: 0}}", "max_epochs"),
     ],
@@ -273,6 +274,12 @@ OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
             ("model.lora.base_dtype=nf4",),
             "ds-combination",
             "zero2.json",
+        ),
+        (
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}',
+            ("model.lora={}",),
+            "ds-combination",
+            "model.lora",
         ),
         (
             f'{{"zero_optimization": {{{OFFLOAD}}}}}',

@@ -465,9 +465,28 @@ def test_a_teacher_with_weights_excludes_files() -> None:
     }
     with refused("teacher-hpz"):
         check_plan(config.model_copy(update={"deepspeed": Path("ds_configs/zero3_hpz.json")}), 16)
+    # frozen averages of adapters, which hpZ would never gather again
+    average = ["objective={name: kl, teacher: {ema: 0.9}}", "model.lora={}", "train.global_batch_size=32"]
+    with refused("teacher-hpz"):
+        check_plan(load_config(LLAMA, [*average, "deepspeed=ds_configs/zero3_hpz.json"]), 16)
     wide = ["objective={name: kl, teacher: {model: x, dtype: float32}}", "deepspeed=ds_configs/zero3.json"]
     with refused("teacher-dtype"):  # ZeRO-3 would hold it in bfloat16
         check_plan(load_config(LLAMA, ["output_dir=runs/unstarted", *wide]), 16)
+
+
+def test_weights_that_are_only_on_nvme_are_rejected() -> None:
+    """Of 6.74e9 weights, 4 ranks hold more than 1e9 each, and 8 ranks do not."""
+    config = load_config(LLAMA, ["output_dir=runs/unstarted", "deepspeed=ds_configs/zero3_nvme.json"])
+    with refused("ds-combination") as error:
+        check_plan(config, 4)
+    assert "max_in_cpu=1684603904" in str(error.value)
+    assert check_plan(config, 8).batch.replicas == 8
+
+
+def test_steps_on_generated_text_need_the_whole_divergence() -> None:
+    shared = "objective={sum: [{name: mle}, {name: kl, share: 0.25}], teacher: base, on_policy: {share: 0.5}}"
+    with refused("sum-part"):
+        check_plan(load_config(LLAMA, ["output_dir=runs/unstarted", shared]), 1)
 
 
 LONG = ["train.global_batch_size=8", "train.micro_batch_size=1", "deepspeed=ds_configs/zero2.json"]
