@@ -84,8 +84,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Mark the tests of real runs, and run them first. They take longest, so workers end at similar times.
+    """Mark the tests of real runs, and run them first, then other files with slow tests.
 
+    They take longest, so workers, which get whole files, end at similar times.
     `-k objectives` selects all tests of the loss library.
     """
     for item in items:
@@ -93,4 +94,5 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             item.extra_keyword_matches.add("objectives")
         if item.path.is_relative_to(REPO / "tests" / "launch"):
             item.add_marker("launch")
-    items.sort(key=lambda item: item.get_closest_marker("launch") is None)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.get_closest_marker("launch") is None, item.path not in slow))

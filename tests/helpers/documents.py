@@ -172,6 +172,7 @@ def _of_token(token: Token, path: Path) -> Iterator[str]:
             yield f"a link to {target}, which has no such heading"
 
 
+@cache
 def _anchors(path: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub generates them."""
     heads = (after for token, after in pairwise(_parsed(path)) if token.type == "heading_open")
@@ -195,6 +196,9 @@ def _of_block(block: Block) -> Iterator[str]:
         tree = yaml.safe_load(block.text) or {}
         if "output_type" in tree:  # a task of lm-eval
             return
+        model = tree.get("model", {})
+        if {"path", "architecture"} & model.keys() and "dtype" not in model:
+            yield "a model without a dtype"
         base = tree.pop("extends", None)
         if base is not None and "/" in base and not (REPO / base).exists():
             yield f"{base} is not there"

@@ -238,17 +238,21 @@ def test_damage_is_found_and_repaired(config: DataConfig, case: str) -> None:
     assert verify(config.dir)[1] == []
 
 
+FORCED = {"a file is gone that must be read again", "the tokenizer has other ids", "the plan is gone"}
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_damage_that_cannot_be_repaired_is_an_error(config: DataConfig, case: str) -> None:
-    """The error leaves all files unchanged, and --force prepares the data again."""
+    """The error leaves all files unchanged. In some cases, --force then prepares the data again."""
     damage, code = REFUSED[case]
     damage(config.dir)
     before = file_bytes(config.dir)
     with refused(code):
         run(config)
     assert file_bytes(config.dir) == before
-    run(config, force=True)
-    assert verify(config.dir)[1] == []
+    if case in FORCED:
+        run(config, force=True)
+        assert verify(config.dir)[1] == []
 
 
 def test_a_copy_elsewhere_verifies_and_trains(config: DataConfig, tmp_path: Path) -> None:
@@ -378,6 +382,7 @@ SORTS: dict[str, tuple[dict[str, Any], bool]] = {  # settings, and whether `veri
     "ids": ({"sources": [{"files": "ids.jsonl", "format": "tokens"}]}, False),
     "best fit": ({"sources": COPIES} | LONG, True),
 }
+PACKED = {"copies", "instructions", "best fit"}  # one for each packer
 
 
 @pytest.fixture(scope="module")
@@ -410,10 +415,11 @@ def test_a_shard_with_other_ids_is_not_sealed(
         broken.setattr(RowEncoder, "encode", shifted)
         run(config)
     assert not [p for name in ("*.arrow", "manifest.json", "*.part") for p in config.dir.rglob(name)]
-    lists = write.lists_of
-    with monkeypatch.context() as broken, pytest.raises(UserError):
-        broken.setattr(write, "lists_of", lambda offsets, values: lists(offsets, values[::-1].copy()))
-        run(config)
+    if sort in PACKED:
+        lists = write.lists_of
+        with monkeypatch.context() as broken, pytest.raises(UserError):
+            broken.setattr(write, "lists_of", lambda offsets, values: lists(offsets, values[::-1].copy()))
+            run(config)
     run(config)
     right, faults = verify(config.dir)
     assert not faults and len(right) == len(config.splits)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import os
 import random
 import signal
 import subprocess
@@ -272,19 +271,6 @@ def test_a_full_disk_leaves_no_partial_data(
     resize(disk, total * 3)
     run(config)
     assert file_bytes(config.dir) == expected
-
-
-def test_jobs_of_a_slurm_array_share_the_work(tmp_path: Path) -> None:
-    """The array may start at 1, as some sites prefer."""
-    write_jsonl(tmp_path / "a.jsonl", texts(300))
-    recipe = recipe_of(tmp_path, tmp_path / "out")
-    slurm = {"SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_CPUS_PER_TASK": "1"}
-    slurm |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    script = ["bash", "launch/slurm/prepare.sbatch", str(recipe), "data.seed=0"]
-    environments = [os.environ | slurm | {"SLURM_ARRAY_TASK_ID": str(i)} for i in (1, 2, 3)]
-    jobs = [subprocess.Popen(script, cwd=REPO, env=environment) for environment in environments]
-    assert [job.wait(120) for job in jobs] == [0] * 3
-    assert len(TokenDataset(tmp_path / "out/train").manifest.shards) == 6 and not verify(tmp_path / "out")[1]
 
 
 def test_exit_codes(tmp_path: Path) -> None:

@@ -62,20 +62,21 @@ def templated(model: Path, directory: Path, text: str, **facts: Any) -> Evaluate
     return EvaluatedModel(str(directory))
 
 
+@pytest.mark.parametrize(("turns", "system"), [(3, "Be brief."), (1, "")])
+@pytest.mark.parametrize("question", [Question("", "Why?"), Question("", "Why?", "It is.")])
 @pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
-def test_a_conversation_is_encoded_as_in_training(tuned: Path, tmp_path: Path, template: str) -> None:
+def test_a_conversation_is_encoded_as_in_training(
+    tuned: Path, tmp_path: Path, template: str, question: Question, turns: int, system: str
+) -> None:
     """The ids before the last answer equal those in the prepared example."""
-    model, system = templated(tuned, tmp_path / "model", TEMPLATE), "Be brief."
-    exchanges = (
-        Exchange("Who <s> sat?", "A cat."),
-        Exchange("Where? </s>", "On a mat."),
-        Exchange("Why?", "So."),
-    )
+    model = templated(tuned, tmp_path / "model", TEMPLATE)
+    earlier = Exchange("Who <s> sat?", "A cat."), Exchange("Where? </s>", "On a mat.")
+    exchanges = (*earlier, Exchange(question.instruction, "So.", question.input))[-turns:]
     facts = save_tokenizer(tuned, None, tmp_path)
     if template == "chat_template":
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-        messages = [{"role": "system", "content": system}]
-        for exchange in exchanges:
+        messages = [{"role": "system", "content": system}] if system else []
+        for exchange in (*exchanges[:-1], Exchange(question.text, "So.")):
             messages.append({"role": "user", "content": exchange.prompt})
             messages.append({"role": "assistant", "content": exchange.response})
         chat = Chat(json.dumps(messages))
@@ -89,7 +90,7 @@ def test_a_conversation_is_encoded_as_in_training(tuned: Path, tmp_path: Path, t
         for exchange, (start, end, _) in zip(exchanges[:-1], spans[:-1], strict=True)
     ]
     for said in (history, [e._replace(ids=e.ids[:-1]) for e in history]):  # also if a reply was cut off
-        ids = conversation_ids(model, template, said, Question("", "Why?"), system)
+        ids = conversation_ids(model, template, said, question, system)
         assert ids == list(row[: int(spans[-1][0])])
 
 

@@ -401,6 +401,7 @@ def test_mauve_reports_its_range_over_cluster_seeds(monkeypatch: pytest.MonkeyPa
     assert result["score"] == [0.9, 0.9] and result["kmeans"] == {"low": 0.9, "high": 0.98, "seeds": 5}
 
 
+@pytest.mark.slow
 def test_mauve_between_floor_and_ceiling(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text scores the ceiling against itself, and shuffled words are far below GPT-2 XL."""
     monkeypatch.setattr(quality, "KMEANS", 1)

@@ -16,11 +16,6 @@ import torch
 import zstandard
 
 from emo.common.errors import UserError
-from emo.data_prep.encoding.chat_templates import read_template
-from emo.data_prep.encoding.chats import ChatEncoder
-from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
-from emo.data_prep.encoding.tokenizer import save_tokenizer
-from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
 from emo.eval.judging import answers, judges, judging, results
 from emo.eval.judging.answers import Question, read_questions
 from emo.eval.judging.judges import JUDGES
@@ -364,28 +359,6 @@ def test_answers_equal_greedy_decoding_in_the_format_of_alpaca_eval(world: Path,
         ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
     whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:start]))
     assert rows[1]["output"] == whole[len(before) :].strip()
-
-
-@pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
-def test_a_question_is_encoded_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
-    """A prompt has the ids that come before the loss in the prepared example."""
-    directory = tiny_model(tmp_path / "model", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
-    (directory / "chat_template.jinja").write_text(CHAT)
-    facts = save_tokenizer(world / "tuned", None, tmp_path / "tokenizer")
-    settings = EncodeSettings(tmp_path / "tokenizer", facts, template, 512, "drop", None)
-    for q in QUESTIONS:
-        question = Question("", q["instruction"], q["input"])
-        if template == "chat_template":
-            roles = zip(("user", "assistant"), (question.text, "It is."), strict=True)
-            chat = Chat(json.dumps([{"role": role, "content": content} for role, content in roles]))
-            ((ids, spans, _),) = ChatEncoder(directory, read_template(directory, "it")).encode(chat)
-            expected = ids[: int(spans[0][0])]
-        else:
-            exchange = Exchange(q["instruction"], "Because it is.", q["input"])
-            rows = RowEncoder(settings).conversations([Conversation((exchange,))])
-            expected = rows.ids[: int(rows.spans[0][0][0])].tolist()
-        model = EvaluatedModel(str(directory))
-        assert answers.conversation_ids(model, template, [], question) == list(expected)
 
 
 def test_templates_are_found_and_mismatches_are_reported(world: Path, tmp_path: Path) -> None:

@@ -250,8 +250,8 @@ def test_the_scorer_equals_the_forward_of_every_architecture(kind: str) -> None:
     """The method shares prefixes if the model supports it, and uses full rows otherwise."""
     messages: list[str] = []
     scorer = PrefixScorer(random_model(kind), say=messages.append)
-    check(scorer, random_items(384, 8))
-    check(scorer, random_items(384, 6, shared=50))
+    check(scorer, random_items(384, 4))
+    check(scorer, random_items(384, 4, shared=50))
     assert scorer.method == (ROWS if kind in ROW_BY_ROW else TREE)
     assert bool(messages) == (scorer.method != TREE)  # slower methods log a message
 

@@ -1,6 +1,6 @@
 """What can be evaluated, what the key of a result covers, and results that survive damage and kills.
 
-EVAL_KILLS sets the number of kills (default: 5).
+EVAL_KILLS sets the number of kills (default: 3).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.helpers.refusals import refused
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 IDS = torch.arange(1, 9)[None]
-KILLS = int(os.environ.get("EVAL_KILLS", "5"))
+KILLS = int(os.environ.get("EVAL_KILLS", "3"))
 FORK = multiprocessing.get_context("fork")  # children start fast, because everything is imported
 TASKS = "sst2,trec,mmlu"
 ROWS, CHUNK = 12, 2

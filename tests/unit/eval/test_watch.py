@@ -1,6 +1,6 @@
 """Watching a run: each complete checkpoint is evaluated once. Also gates, exports and scheduler files.
 
-EVAL_CRASHES sets the number of crashes (default: 6).
+EVAL_CRASHES sets the number of crashes (default: 3).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tests.helpers.documents import options
 from tests.helpers.evaluating import command, log_chunks, tiny_model, write_tasks
 from tests.helpers.results import fabricated, tree
 
-CRASHES = int(os.environ.get("EVAL_CRASHES", "6"))
-STEPS = 8
+CRASHES = int(os.environ.get("EVAL_CRASHES", "3"))
+STEPS, WATCHED = 8, 5  # models, and how many of them appear while watchers crash
 FORK = multiprocessing.get_context("fork")
 GOOD, BAD = [True] * 40, [True] * 10 + [False] * 30
 
@@ -128,12 +128,12 @@ def _loop(run: Run, log: Path, count: int) -> None:
 def test_two_crashing_watchers_evaluate_every_checkpoint_once(run: Run, tmp_path: Path) -> None:
     """Two watchers are killed and restarted at random while checkpoints appear."""
     log, rng = tmp_path / "log", random.Random(1)
-    crashes, steps = 0, list(range(STEPS))
+    crashes, steps = 0, list(range(WATCHED))
     workers: list[Any] = [None, None]
-    while len(run.done) < STEPS:
+    while len(run.done) < WATCHED:
         for i, worker in enumerate(workers):
             if worker is None or not worker.is_alive():
-                workers[i] = FORK.Process(target=_loop, args=(run, log, STEPS))
+                workers[i] = FORK.Process(target=_loop, args=(run, log, WATCHED))
                 workers[i].start()
         if steps and rng.random() < 0.7:
             run.publish(steps.pop(0))
@@ -147,15 +147,15 @@ def test_two_crashing_watchers_evaluate_every_checkpoint_once(run: Run, tmp_path
         worker.join(60)
         assert worker.exitcode in (0, -signal.SIGKILL)
     marks = run.done
-    assert list(marks) == [f"run-step-{step:06d}" for step in range(STEPS)]
-    assert [mark["step"] for mark in marks.values()] == list(range(STEPS))
+    assert list(marks) == [f"run-step-{step:06d}" for step in range(WATCHED)]
+    assert [mark["step"] for mark in marks.values()] == list(range(WATCHED))
     assert {mark["state"] for mark in marks.values()} == {"evaluated"}
     scored = [line.split()[0] for line in log.read_text().splitlines()]
     assert set(scored) == set(marks)
-    assert len(scored) <= STEPS + CRASHES  # only interrupted evaluations are repeated
-    model = EvaluatedModel(str(run.models / str(STEPS - 1)))
+    assert len(scored) <= WATCHED + CRASHES  # only interrupted evaluations are repeated
+    model = EvaluatedModel(str(run.models / str(WATCHED - 1)))
     alone = Job(model, Settings(data=str(run.data)), tmp_path / "alone").run(select_tasks("sst2")[0])
-    view = run.path / "eval" / "models" / f"run-step-{STEPS - 1:06d}" / "sst2.json"
+    view = run.path / "eval" / "models" / f"run-step-{WATCHED - 1:06d}" / "sst2.json"
     assert json.loads(view.read_text())["result"] == alone  # the result belongs to its model
 
 

@@ -9,6 +9,7 @@ import copy
 import json
 import re
 import runpy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,14 @@ TEMPLATE = (
 )
 
 
-class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
-    pass
+@cache
+def fused_trainer() -> Any:
+    """Return TRL's trainer with the fused loss. TRL reads it late, because it imports much."""
+
+    class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
+        pass
+
+    return FusedSFTTrainer
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -97,11 +104,9 @@ def settings(directory: Path, **changes: Any) -> trl.SFTConfig:
     return arguments(directory, trl.SFTConfig, **{"bf16": False} | changes)
 
 
-def trainer_of(
-    model: Any, args: trl.SFTConfig, rows: list[dict[str, Any]], **options: Any
-) -> FusedSFTTrainer:
+def trainer_of(model: Any, args: trl.SFTConfig, rows: list[dict[str, Any]], **options: Any) -> Any:
     data = Dataset.from_list(rows)
-    return FusedSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer(), **options)
+    return fused_trainer()(model, args, train_dataset=data, processing_class=tokenizer(), **options)
 
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}

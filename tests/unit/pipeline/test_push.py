@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -15,7 +17,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import constants
 
+from emo.pipeline.cli import main
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.launching import ENVIRONMENT
@@ -136,20 +140,31 @@ def run_dir(tmp_path: Path) -> Path:
     return run_dir
 
 
-def push(hub: Hub | None, *arguments: object, **environment: str) -> tuple[int, str]:
-    """Run `emo push` in a process that knows only this Hub, and return exit code and output."""
-    home = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
-    home |= {"HF_ENDPOINT": "http://127.0.0.1:9" if hub is None else hub.address, "HF_HOME": "/nowhere"}
-    command = [sys.executable, "-m", "emo", "push", *map(str, arguments)]
-    done = subprocess.run(
-        command, env=ENVIRONMENT | home | environment, cwd=REPO, capture_output=True, text=True, timeout=100
-    )
-    return done.returncode, done.stdout + done.stderr
+def push(hub: Hub | None, *arguments: object, token: str = TOKEN) -> tuple[int, str]:
+    """Run `emo push` in this process, which then knows only this Hub, and return exit code and output."""
+    address = "http://127.0.0.1:9" if hub is None else hub.address
+    settings = {"ENDPOINT": address, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
+    output = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        patch.setenv("HF_TOKEN", token)
+        for name, value in (settings | {"HF_TOKEN_PATH": "/nowhere"}).items():
+            patch.setattr(constants, name, value)
+        code = main(["push", *map(str, arguments)])
+    return code, output.getvalue()
 
 
 def test_an_export_arrives_with_a_card(hub: Hub, run_dir: Path) -> None:
-    code, text = push(hub, run_dir, "me/mine", "--private", "--revision", "v1")
-    assert code == 0 and f"{hub.address}/me/mine/tree/v1" in text, text
+    """The first push is that of a process, which reads its settings from the environment."""
+    home = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+    home |= {"HF_ENDPOINT": hub.address, "HF_HOME": "/nowhere"}
+    command = [sys.executable, "-m", "emo", "push", str(run_dir), "me/mine", "--private", "--revision", "v1"]
+    options = {"cwd": REPO, "capture_output": True, "text": True, "timeout": 100}
+    done = subprocess.run(command, env=ENVIRONMENT | home, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0 and f"{hub.address}/me/mine/tree/v1" in done.stdout, done.stderr
     assert hub.branch == "v1"
     written = {p.relative_to(run_dir / "export").as_posix(): p for p in (run_dir / "export").rglob("*")}
     assert hub.files.keys() == written.keys() | {"README.md"}
@@ -183,9 +198,9 @@ def test_nothing_is_sent_unless_all_is_right(hub: Hub, run_dir: Path) -> None:
     hub.private = False
     refusals = [
         push(hub, run_dir, "me/mine", "--private"),
-        push(hub, run_dir, "me/mine", HF_TOKEN="hf_other"),
+        push(hub, run_dir, "me/mine", token="hf_other"),
+        push(hub, run_dir, "me/mine", token=""),
     ]
-    refusals.append(push(hub, run_dir, "me/mine", HF_TOKEN=""))
     assert [(code, text.rpartition("[")[2]) for code, text in refusals] == [(2, "hub-access]\n")] * 3
     code, text = push(None, run_dir, "me/mine")
     assert code == 1 and "[hub-offline]" in text

@@ -28,8 +28,6 @@ from emo.pipeline.monitor.documents import (
     Change,
     Documents,
     compute_change,
-    drop_documents,
-    read_documents,
     write_documents,
 )
 from emo.pipeline.monitor.launches import append
@@ -61,13 +59,6 @@ def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
         drawn = rng.integers(n, size=(4000, n))
         low, high = np.quantile(shift[drawn].sum(1) / tokens[drawn].sum(1), [0.025, 0.975])
         assert (value - half, value + half) == pytest.approx((low, high), abs=0.1 * (high - low))
-
-
-def test_a_resume_drops_later_measurements(tmp_path: Path) -> None:
-    for step in (3, 6):
-        write_documents(tmp_path, "set", step, documents([2.0], [1]))
-    drop_documents(tmp_path, 3)
-    assert [read_documents(tmp_path, "set", step) is not None for step in (3, 6)] == [True, False]
 
 
 def test_what_has_no_interval_or_no_pairs() -> None:
