@@ -16,6 +16,7 @@ from .config import FORMAT, SETTINGS, DataConfig, describe_differences, differen
 from .encoding.chat_templates import ChatTemplate, read_template
 from .encoding.tokenizer import TokenizerFacts, chat_template, tokenizer_facts
 from .selection.plan import Plan
+from .selection.similarity.contamination import task_files
 from .shards.format import MANIFEST
 from .shards.write import TOKENIZER
 from .sources.files import AGAIN
@@ -45,8 +46,17 @@ def planned_inputs(config: DataConfig) -> list[SourceReader]:
 
 
 def local_file(reader: SourceReader) -> Path | None:
-    """Return the local file or directory of an input of `files`."""
-    return reader.path if reader.source.files is not None and isinstance(reader.path, Path) else None
+    """Return the file or directory of an input that is on this host. Corpora of this package do not count."""
+    return reader.path if reader.source.embedded is None and isinstance(reader.path, Path) else None
+
+
+def hash_tasks(config: DataConfig, hashes: Hashes) -> str | None:
+    """Return the hash of the task rows that data.contamination names, or None without files."""
+    if config.contamination is None:
+        return None
+    directory = config.root / config.contamination
+    listed = [[str(file.relative_to(directory)), hashes.sha256(file)] for file in task_files(directory)]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest() if listed else None
 
 
 def hash_content(path: Path, hashes: Hashes) -> str:
@@ -108,6 +118,9 @@ def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> PlannedInput
         if complete and ("no file matches" in str(error) or isinstance(error, FailureError)):
             return PlannedInputs([], str(error))
         raise
+    if hash_tasks(config, hashes) not in (None, plan.summary.get("contamination")):
+        problem = f"the tasks in data.contamination={config.contamination} changed since {config.dir} was"
+        raise UserError(f"{problem} prepared; {AGAIN}", code="source-changed")
     for reader in inputs:
         if reader.name not in planned:
             raise UserError(

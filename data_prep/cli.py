@@ -51,8 +51,8 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
     )
     about = "prepared directory or its address, or one split of a directory"
     inspect.add_argument("directory", type=parse_directory, metavar="DIR", help=about)
-    inspect.add_argument("--rows", type=int, default=3, help="number of rows to show (%(default)s)")
-    inspect.add_argument("--seed", type=int, default=0, help="seed for drawing the rows (%(default)s)")
+    inspect.add_argument("--rows", type=_positive, default=3, help="number of rows to show (%(default)s)")
+    inspect.add_argument("--seed", type=_natural, default=0, help="seed for drawing the rows (%(default)s)")
     text = "show these rows instead, for example of bad_batches.jsonl in a run directory"
     inspect.add_argument("--at", type=_parse_row, nargs="+", default=[], metavar="FILE:ROW", help=text)
     verify = commands.add_parser(
@@ -232,6 +232,10 @@ def _parse_row(text: str) -> tuple[str, int]:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1")
+    return _natural(text, 1)
+
+
+def _natural(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from {least}")
     return int(text)

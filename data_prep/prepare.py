@@ -58,6 +58,7 @@ from .checks import (
     check_settings,
     check_tokenizer,
     hash_content,
+    hash_tasks,
     local_file,
     planned_inputs,
     read_chat_template,
@@ -443,8 +444,10 @@ class Preparation:
         return save_tokenizer(model, None, self.new / TOKENIZER)
 
     def _hash_sources(self, plan: Plan, inputs: list[SourceReader]) -> Hashes:
-        """Return hashes of the local sources, and add missing ones to the plan."""
+        """Return hashes of the local sources, and add missing ones and that of the tasks to the plan."""
         hashes = Hashes(self.config.dir / HASHES)
+        if (tasks := hash_tasks(self.config, hashes)) is not None:
+            plan.summary["contamination"] = tasks
         for reader, source in zip(inputs, plan.summary["sources"], strict=True):
             path = local_file(reader)
             if path is not None and "bytes" in source:

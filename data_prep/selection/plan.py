@@ -78,6 +78,7 @@ class Summary(TypedDict):
     chars: dict[str, int]  # characters of the used rows of each split
     notes: NotRequired[list[str]]  # lines for the user, removed before the plan is saved
     chat_template: NotRequired[str]  # digest
+    contamination: NotRequired[str]  # digest of the task rows
     tokenizer: NotRequired[dict[str, Any]]  # TokenizerFacts
     by_words: NotRequired[bool]  # whether words may be encoded separately
     token_quotas: NotRequired[list[int]]  # most tokens of each training shard, if data.limit_tokens is set

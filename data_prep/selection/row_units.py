@@ -36,7 +36,7 @@ class RowUnit(NamedTuple):
         """Return columns of numbers."""
         tables = [_open(part).read_row_groups(part.groups, names, use_threads=False) for part in self.slices]
         if not tables:
-            return {name: np.zeros(0, np.int64) for name in names}
+            return {name: np.zeros(0, np.uint64 if name == "hash" else np.int64) for name in names}
         return {name: np.concatenate([numbers_of(table[name]) for table in tables]) for name in names}
 
     def read_bands(self) -> tuple[np.ndarray, np.ndarray]:

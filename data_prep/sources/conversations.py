@@ -97,6 +97,8 @@ def _pop_preface(messages: list[Message], row: Mapping[str, object], spec: RowSp
     if not messages or messages[0].role not in PREFACES:
         return Message("system", system, {})
     first = messages.pop(0)
+    if system.strip() == (first.content or "").strip():  # the column repeats the message
+        return first
     return Message(first.role, "\n\n".join(filter(None, (system, first.content))), first.extra)
 
 

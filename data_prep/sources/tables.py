@@ -123,7 +123,8 @@ class ParquetReader(TableReader):
                 self._read_share = number / file.metadata.num_rows
                 yield from batch.slice(start).to_pylist(maps_as_pydicts="strict")
                 start = max(0, start - batch.num_rows)
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
+            # Python has no dates after the year 9999, for example.
             raise UserError(
                 f"{self.name} is not a readable parquet file ({one_line(error, 200)})", code="damaged-file"
             ) from None

@@ -50,9 +50,14 @@ def row_digest(text: str) -> str:
     return hashlib.sha256(folded(text).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
+def task_files(directory: Path) -> list[Path]:
+    """Return every <directory>/<task>/test.jsonl (.zst, .gz)."""
+    return sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
+
+
 def collect(directory: Path, n: int) -> Grams:
-    """Return the grams of every <directory>/<task>/test.jsonl. Raises UserError if there are none."""
-    files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
+    """Return the grams of all rows of `task_files`. Raises UserError if there are none."""
+    files = task_files(directory)
     if not files:
         raise UserError(
             f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)", code="contamination"

@@ -2,8 +2,9 @@
 
 A text has one signature. An instruction row has two, of the prompts and of the responses, and both must be
 similar. Rows that share a system message, a passage or examples are no duplicates if they teach other
-responses. A response of fewer than MIN_RESPONSE words is too short to compare: then the prompts must be
-equal.
+responses. A response of fewer than MIN_WORDS words is too short to compare: then the prompts must be equal.
+A system message or a tool's result of at least MIN_WORDS words belongs to the prompt, as it may be the
+passage. A shorter one, such as "Be brief.", does not count.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .grams import WORD, mixed, split
 
 PERMUTATIONS = 128
 SHINGLE = 5  # words
-MIN_RESPONSE = 10  # words
+MIN_WORDS = 10
 UNLIMITED = 1 << 40  # words in a shingle that is a complete text
 # Factors, odd, and summands, uint64 [PERMUTATIONS, 2].
 _PERMUTED = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).reshape(-1, 2)
@@ -36,16 +37,17 @@ def signatures(rows: Sequence[Row], kind: str) -> np.ndarray:
     if kind == "text":
         return _signatures([plain_text(row) for row in rows], SHINGLE)[:, None]
     prompts, responses = zip(*map(_prompt_and_response, rows), strict=True) if rows else ((), ())
-    comparable = split(responses).totals(len(rows)) >= MIN_RESPONSE * WORD
+    comparable = split(responses).totals(len(rows)) >= MIN_WORDS * WORD
     signed = _signatures(prompts, np.where(comparable, SHINGLE, UNLIMITED))
     return np.stack([signed, _signatures(responses, SHINGLE, salt=1)], axis=1)
 
 
 def _prompt_and_response(row: Row) -> tuple[str, str]:
-    """Return the text of the user and the text of the assistant in an instruction row."""
+    """Return the text before the answers and the text of the assistant in an instruction row."""
     if isinstance(row, Conversation):
-        prompts = "\n".join(f"{exchange.prompt}\n{exchange.input}" for exchange in row.exchanges)
-        return prompts, "\n".join(exchange.response for exchange in row.exchanges)
+        prompts = [f"{exchange.prompt}\n{exchange.input}" for exchange in row.exchanges]
+        responses = "\n".join(exchange.response for exchange in row.exchanges)
+        return "\n".join(_passages([row.system]) + prompts), responses
     assert isinstance(row, Chat)
     texts: dict[str, list[str]] = {"user": [], "assistant": []}
     for message in json.loads(row.messages):
@@ -53,7 +55,14 @@ def _prompt_and_response(row: Row) -> tuple[str, str]:
         texts.setdefault(message["role"], []).extend(
             part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts if part
         )
-    return "\n".join(texts["user"]), "\n".join(texts["assistant"])
+    others = [text for role, said in texts.items() if role not in ("user", "assistant") for text in said]
+    return "\n".join(_passages(others) + texts["user"]), "\n".join(texts["assistant"])
+
+
+def _passages(texts: Sequence[str]) -> list[str]:
+    """Return the texts that are long enough to be what a question is about."""
+    long = split(texts).totals(len(texts)) >= MIN_WORDS * WORD
+    return [text for text, is_long in zip(texts, long, strict=True) if is_long]
 
 
 def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) -> np.ndarray:

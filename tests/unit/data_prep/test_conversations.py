@@ -106,6 +106,10 @@ USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
     [
         ({"instruction": "q", "context": "c", "response": "a"}, talked(("q", "a", "c"))),
         ({**PAIR, "system": "s"}, talked(("q", "a"), system="s")),
+        (
+            {"system": "s", **talk(("system", "s "), ("user", "q"), ("assistant", "a"))},
+            talked(("q", "a"), system="s "),
+        ),
         ({**PAIR, "history": [["q0", "a0"], ["q1", "a1"]]}, talked(("q0", "a0"), ("q1", "a1"), ("q", "a"))),
         ({"question": "q", "answer": "a"}, talked(("q", "a"))),
         ({"messages": [USER | {"weight": 1}, ANSWER]}, talked(("q", "a"))),

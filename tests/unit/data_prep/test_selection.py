@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from emo.common.config.recipe import parse_section
 from emo.data_prep.config import DataConfig
+from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
 from emo.data_prep.selection import buckets, row_units, scan, select
 from emo.data_prep.selection.select import Selection
 from emo.data_prep.selection.similarity import near
@@ -26,6 +27,7 @@ from emo.data_prep.selection.similarity.contamination import SHARED, Finder, col
 from emo.data_prep.selection.similarity.near import band_shape, signatures
 from emo.data_prep.shards.format import Manifest, open_prepared
 from emo.data_prep.shards.verify import verify
+from emo.data_prep.sources.spec import Row
 from emo.data_prep.sources.world import TASKS, corpus, read_json_lines, task_rows
 from tests.helpers.corpus import (
     alpaca_rows,
@@ -376,6 +378,24 @@ def test_near_duplicate_instructions_are_dropped_and_questions_on_a_passage_are_
     assert rejected(config) == {"near_duplicate": 2}
 
 
+@pytest.mark.parametrize("form", ["conversation", "system", "tool"])
+def test_passages_before_short_answers_distinguish_rows(form: str) -> None:
+    """Passages may be in the system message or in the result of a tool. Short instructions do not count."""
+
+    def asked(context: str) -> Row:
+        if form == "conversation":
+            return Conversation((Exchange("Is it true?", "Yes"),), context)
+        roles = {form: context, "user": "Is it true?", "assistant": "Yes"}
+        return Chat(json.dumps([{"role": role, "content": text} for role, text in roles.items()]))
+
+    rng = random.Random(3)
+    first, other, brief, none = signatures(
+        [asked(text) for text in (passage(rng), passage(rng), "Be brief.", "")], "instruct"
+    )
+    assert (first == other).mean(axis=-1).min() < 0.2
+    assert (brief == none).all()
+
+
 def test_the_report_names_the_test_rows_in_the_text(tmp_path: Path) -> None:
     """Three jobs write one report, and their shards equal the shards of data without a report."""
     rng = random.Random(8)
@@ -405,6 +425,9 @@ def test_the_report_names_the_test_rows_in_the_text(tmp_path: Path) -> None:
         "mmlu": [10, 0, 1, 1, {found[2]: 1.0}],
     }
     assert report["tasks"]["sst2"]["examples"] == [long[0], long[3]]
+    write_jsonl(tmp_path / "nlu/mmlu/test.jsonl", [{"question": rows[3]}])
+    with refused("source-changed"):
+        run(config)
 
 
 def test_the_embedded_world_has_no_contamination() -> None:

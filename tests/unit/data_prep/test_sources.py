@@ -5,9 +5,11 @@ from __future__ import annotations
 import bz2
 import gc
 import gzip
+import io
 import json
 import lzma
 import random
+import shutil
 import sys
 import tempfile
 import threading
@@ -102,6 +104,16 @@ def fails(root: Path, **data: Any) -> str:
 CELLS = "".join(f'"{text}",{i}\r\n' for i, text in enumerate(texts(9)))
 TABS = "text\tn\n" + "".join(f"{text}\t{i}\r\n" for i, text in enumerate(texts(9)))
 
+DAYS = pa.timestamp("us")
+
+
+def table(*columns: pa.Array) -> bytes:
+    """Return a parquet file with the columns text and until."""
+    file = io.BytesIO()
+    pq.write_table(pa.table(dict(zip(("text", "until"), columns, strict=False))), file)
+    return file.getvalue()
+
+
 BROKEN: dict[str, tuple[str, bytes]] = {
     "broken JSON": ("a.jsonl", among(b'{"text": "cut of')),
     "missing column": ("a.jsonl", among({"body": "x"})),
@@ -117,6 +129,10 @@ BROKEN: dict[str, tuple[str, bytes]] = {
     "truncated xz": ("a.jsonl.xz", lzma.compress(lines(*GOOD))[:-40]),
     "damaged xz": ("a.jsonl.xz", b"x" * 400),
     "cut short": ("a.csv.gz", gzip.compress(f"text,n\n{CELLS * 99}".encode())[:-20]),
+    "only a head": ("a.csv", b"text,n\n"),
+    "no rows in an array": ("a.json", b"[]"),
+    "no rows in parquet": ("a.parquet", table(pa.array([], pa.string()))),
+    "dates after the year 9999": ("a.parquet", table(pa.array(["a"]), pa.array([2**53], DAYS))),
     "a quote that is not closed": ("a.csv", b'text,n\n"' + b"word, " * 80_000),
     "a quote that another closes": ("a.csv", f'text,n\n"an open, 1\n{CELLS}'.encode()),
 }
@@ -361,6 +377,12 @@ def test_hub_and_saved_data_sets_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     for source in ({"files": "one"}, {"files": "t*"}, {"files": None, "hub": str(tmp_path / "one")}):
         assert read(tmp_path, **source) == texts(100)
     put(tmp_path / "repo/train.jsonl", texts(100))
+    here = data_config(tmp_path, sources=[{"hub": str(tmp_path / "one")}], dir=str(tmp_path / "here"))
+    run(here)
+    shutil.rmtree(tmp_path / "one")
+    saved.select(range(40)).save_to_disk(str(tmp_path / "one"))
+    with refused("source-changed"):
+        run(here)
     hub = {"hub": str(tmp_path / "repo"), "split": "train[:50]"}
     (source,) = train_set(prepared(tmp_path, sources=[hub])).manifest.sources
     assert (source["rows"], source["revision"]) == (50, "not pinned")
