@@ -14,6 +14,7 @@ for name in (
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
 ):
