@@ -17,9 +17,10 @@ from tests.helpers.sequence_worker import Case, train_plain
 
 pytestmark = pytest.mark.slow
 
-BLOCK, STEPS, BOUND = 32, 4, 1e-6
+BLOCK, STEPS, BOUND = 32, 3, 1e-6
 CASES = [
-    *(Case("llama", "emo", stage, n) for stage in (1, 3) for n in (1, 2, 4)),
+    Case("llama", "emo", 1, 2),
+    Case("llama", "emo", 3, 4),
     Case("qwen3", "tailr", 1, 2),
     Case("qwen3", "mile", 3, 4),
     Case("gemma3_text", "sum", 3, 2),
