@@ -7,6 +7,7 @@ from importlib import import_module
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 for name in (
+    "emo.eval.watch",
     "emo.launch.rank",
     "emo.pipeline.engine.start",
     "emo.pipeline.trainer",
