@@ -7,6 +7,7 @@ from importlib import import_module
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 for name in (
+    "emo.eval.watch",
     "emo.launch.rank",
     "emo.pipeline.engine.start",
     "emo.pipeline.trainer",
@@ -14,6 +15,7 @@ for name in (
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
 ):

@@ -25,8 +25,11 @@ from emo.pipeline.model.adapters import add_lora, check_adapter, load_adapter
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.nf4 import nf4_options, prepare_nf4
 from tests.helpers.launching import kill_ranks, losses, run_alone, run_ranks, tiny_recipe
+from tests.helpers.refusals import refused
 
 LORA = ("model.architecture=null", "model.lora.r=4", "model.lora.use_rslora=true", "model.lora.dropout=0")
+MEASURED = ("train.learning_rate=0.01", "train.eval_steps=2", "train.eval_rows=7")  # two ranks get 4 and 3
+BOTH = ("model.lora.export=both", "deepspeed=ds_configs/zero3.json", *MEASURED)
 KL = "validation_kl_from_base"
 PROBE = torch.arange(16)[None]
 
@@ -42,11 +45,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return recipe, folder / "base"
 
 
-def train(base: tuple[Path, Path], run_dir: Path, *settings: str) -> tuple[str, ...]:
+def train(base: tuple[Path, Path], run_dir: Path, *settings: str, ranks: int = 2) -> tuple[str, ...]:
     options = (str(base[0]), f"output_dir={run_dir}", f"model.path={base[1]}", *LORA, *settings)
-    done = run_ranks("launch/continual.sh", *options)
+    done = run_ranks("launch/continual.sh", *options, ranks=ranks)
     assert not done.returncode, done.stdout
     return options
+
+
+@contextlib.contextmanager
+def changed(weights: Path, name: str) -> Iterator[None]:
+    """Change a tensor of a file within the block."""
+    content, tensors = weights.read_bytes(), load_file(weights)
+    save_file(tensors | {name: tensors[name] + 1e-4}, weights, {"format": "pt"})
+    try:
+        yield
+    finally:
+        weights.write_bytes(content)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -54,19 +68,26 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(input_ids=PROBE).logits  # type: ignore[no-any-return]
 
 
+def read_kl(run_dir: Path) -> list[float]:
+    return [record[KL] for record in read_metrics(run_dir) if KL in record]
+
+
 @pytest.fixture(scope="module")
 def adapted(base: tuple[Path, Path]) -> Path:
     """Return the export of a run that writes the adapter and the merged model."""
     run_dir = base[1].parent / "both"
-    train(base, run_dir, "model.lora.export=both", "deepspeed=ds_configs/zero3.json")
+    train(base, run_dir, *BOTH)
     return run_dir / "export"
 
 
 def test_base_and_exported_adapter_equal_the_merged_model(
     base: tuple[Path, Path], adapted: Path, tmp_path: Path
 ) -> None:
+    """One rank under ZeRO-1 and two under ZeRO-3 measure the same KL from the base."""
     run_dir = tmp_path / "adapter"
-    train(base, run_dir, "model.lora.export=adapter", "deepspeed=ds_configs/zero1.json")
+    settings = ("model.lora.export=adapter", "deepspeed=ds_configs/zero1.json", *MEASURED)
+    train(base, run_dir, *settings, ranks=1)
+    assert len(read_kl(run_dir)) == 4 and read_kl(adapted.parent) == pytest.approx(read_kl(run_dir), rel=1e-4)
     export_checkpoint(run_dir, tmp_path / "exported")
     merged = logits(AutoModelForCausalLM.from_pretrained(adapted))
     for adapter in (adapted / "adapter", run_dir / "export", tmp_path / "exported"):
@@ -76,6 +97,26 @@ def test_base_and_exported_adapter_equal_the_merged_model(
         assert torch.allclose(logits(EvaluatedModel(str(adapter)).model), merged, atol=1e-5)
         assert AutoTokenizer.from_pretrained(adapter).encode("a fish")
     assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base[1])), merged, atol=1e-3)
+
+
+def read_files(directory: Path) -> dict[Path, bytes]:
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*.*")}
+
+
+def test_a_checkpoint_is_exported_and_resumed_only_with_its_base(
+    base: tuple[Path, Path], adapted: Path, tmp_path: Path
+) -> None:
+    """Checkpoints hold a digest of the frozen weights instead of the weights, on any number of ranks."""
+    run_dir = shutil.copytree(adapted.parent, tmp_path / "run")
+    export_checkpoint(run_dir, tmp_path / "exported")
+    assert read_files(tmp_path / "exported") == read_files(adapted)
+    for directory in ("step-000006", "export"):
+        shutil.rmtree(run_dir / directory)
+    with changed(base[1] / "model.safetensors", "model.layers.0.mlp.up_proj.weight"), refused("changed-base"):
+        export_checkpoint(run_dir, tmp_path / "other")
+    done = run_alone(str(base[0]), f"output_dir={run_dir}", f"model.path={base[1]}", *LORA, *BOTH)
+    assert not done.returncode and "resumed from" in done.stdout, done.stdout
+    assert np.array(losses(run_dir)) == pytest.approx(np.array(losses(adapted.parent)), rel=1e-4)
 
 
 def test_a_run_continues_an_adapter_and_resumes(
@@ -155,16 +196,6 @@ def test_embeddings_train_next_to_adapters(base: tuple[Path, Path], tmp_path: Pa
         check_adapter(add_lora(before, config.model_copy(update={"lora": without}), 0), without)
 
 
-@contextlib.contextmanager
-def restored(path: Path) -> Iterator[None]:
-    """Restore the content of a file after the block."""
-    content = path.read_bytes()
-    try:
-        yield
-    finally:
-        path.write_bytes(content)
-
-
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_adapters_on_4bit_weights_resume_and_export(base: tuple[Path, Path], tmp_path: Path) -> None:
     settings = ("model.lora.base_dtype=nf4", "model.lora.use_dora=true", "model.lora.export=both")
@@ -178,7 +209,7 @@ def test_adapters_on_4bit_weights_resume_and_export(base: tuple[Path, Path], tmp
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         expected, weights = load_file(export / name), load_file(tmp_path / "killed/export" / name)
         assert all(weights[key].equal(tensor) for key, tensor in expected.items())
-    first, *_, last = (r[KL] for r in read_metrics(tmp_path / "undisturbed") if KL in r)
+    first, *_, last = read_kl(tmp_path / "undisturbed")
     assert first == 0 < last
     # The merged model equals the 4-bit model with its adapter in full precision.
     quantized = AutoModelForCausalLM.from_pretrained(base[1], **nf4_options("nf4", torch.float32))
@@ -189,13 +220,9 @@ def test_adapters_on_4bit_weights_resume_and_export(base: tuple[Path, Path], tmp
     assert not torch.allclose(without, merged, atol=1e-4)
     export_checkpoint(tmp_path / "undisturbed/step-000004", tmp_path / "exported")
     assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exported")).shape == merged.shape
-    weights = base[1] / "model.safetensors"
-    tensors = load_file(weights)
-    name = next(key for key in tensors if "down_proj" in key)  # stored in 4 bits
-    with restored(weights):
-        save_file(tensors | {name: tensors[name] + 1e-4}, weights, {"format": "pt"})
-        with pytest.raises(UserError, match="differs from the base model"):
-            export_checkpoint(tmp_path / "undisturbed/step-000004", tmp_path / "again")
+    stored = "model.layers.0.mlp.down_proj.weight"  # in 4 bits
+    with changed(base[1] / "model.safetensors", stored), refused("changed-base"):
+        export_checkpoint(tmp_path / "undisturbed/step-000004", tmp_path / "again")
 
 
 def test_an_adapter_with_other_settings_is_rejected(

@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from emo.common.causal_lm import IGNORE
 from emo.common.errors import ExitCode
@@ -286,29 +286,6 @@ def test_a_loss_that_is_not_finite_changes_no_weight(recipe: Path, tmp_path: Pat
     assert len((run_dir / BAD_BATCHES).read_text(encoding="utf-8").splitlines()) == 2
     first, last = (load_file(run_dir / name / "model.safetensors") for name in ("initial", "export"))
     assert all(torch.equal(first[name], last[name]) for name in first)
-
-
-def test_adapters_are_exported_and_resume_only_with_their_base(recipe: Path, tmp_path: Path) -> None:
-    """Checkpoints hold a digest of the frozen weights instead of the weights, on any number of ranks."""
-    base, run_dir = tmp_path / "base", tmp_path / "run"
-    keys = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["architecture"]
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(base)
-    options = [f"model.path={base}", "model.architecture=null", "model.lora.r=2"]
-    options += ["train.max_steps=3", "train.save_steps=1", "train.learning_rate=0.1"]
-    run_two_ranks(recipe, run_dir, *options)
-    before, after = (load_file(directory / "model.safetensors") for directory in (base, run_dir / "export"))
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert (after[name] - before[name]).abs().max() > 1e-4
-    export_checkpoint(run_dir / "step-000003", tmp_path / "model")
-    assert read_files(tmp_path / "model") == read_files(run_dir / EXPORT)
-    for directory in ("step-000003", "export"):
-        shutil.rmtree(run_dir / directory)
-    (base / "model.safetensors").rename(tmp_path / "right")
-    save_file(before | {name: before[name] * 1.1}, base / "model.safetensors", {"format": "pt"})
-    with refused("changed-base"):
-        export_checkpoint(run_dir, tmp_path / "other")
-    (tmp_path / "right").rename(base / "model.safetensors")
-    assert "resumed from" in run_one_rank(recipe, run_dir, *options)
 
 
 def tokens_of_domains(recipe: Path, history: list[MixtureStart], steps: int) -> list[int]:

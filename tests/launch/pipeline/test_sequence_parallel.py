@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from emo.common.errors import ExitCode
 from emo.pipeline.control.run_dir import read_metrics
@@ -17,9 +16,10 @@ from tests.helpers.sequence_worker import Case, train_plain
 
 pytestmark = pytest.mark.slow
 
-BLOCK, STEPS, BOUND = 32, 4, 1e-6
+BLOCK, STEPS, BOUND = 32, 3, 1e-6
 CASES = [
-    *(Case("llama", "emo", stage, n) for stage in (1, 3) for n in (1, 2, 4)),
+    Case("llama", "emo", 1, 2),
+    Case("llama", "emo", 3, 4),
     Case("qwen3", "tailr", 1, 2),
     Case("qwen3", "mile", 3, 4),
     Case("gemma3_text", "sum", 3, 2),
@@ -49,18 +49,15 @@ def test_a_wrong_attention_is_found_before_training(results: dict[str, list[floa
 
 
 def test_a_run_resumes_with_other_groups(tmp_path: Path) -> None:
-    """A killed run on two ranks that share rows resumes on four ranks and matches a run on one rank."""
+    """A killed run on two ranks resumes on two that share rows, and matches a run on one rank."""
     saves = {"save_steps": 3, "eval_steps": 3, "save_total_limit": 5}
     path = launching.tiny_recipe(tmp_path, SETS, max_steps=6, **saves)
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    recipe["model"]["architecture"]["num_attention_heads"] = 4
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     done = launching.run_alone(str(path), f"output_dir={alone}")
     assert done.returncode == ExitCode.DONE, done.stdout
     command = ("launch/continual.sh", str(path), f"output_dir={shared}")
-    launching.kill_ranks(shared, 4, *command, "train.sequence_parallel=2")
-    done = launching.run_ranks(*command, "train.sequence_parallel=4", ranks=4)
+    launching.kill_ranks(shared, 4, *command)
+    done = launching.run_ranks(*command, "train.sequence_parallel=2")
     assert done.returncode == ExitCode.DONE, done.stdout
     keys = ("step", "tokens", "loss", "demd", "validation_nll")
     expected, actual = ([[r.get(key) for key in keys] for r in read_metrics(d)] for d in (alone, shared))
