@@ -141,7 +141,7 @@ def test_a_run_continues_an_adapter_and_resumes(
 
 
 def test_the_best_adapter_is_exported(base: tuple[Path, Path], tmp_path: Path) -> None:
-    """Only the first rank loads the base model to export it. The loss rises, so the first checkpoint is best."""
+    """Only the first rank loads the base to export it. As the loss rises, the first checkpoint is best."""
     settings = ["train.eval_steps=2", "train.save_steps=2", "train.keep_best=nll"]
     settings += ["train.load_best_at_end=true", "objective.sum=[{name: mle, weight: -1}]"]
     train(base, tmp_path, *settings, "deepspeed=ds_configs/zero3.json")
