@@ -72,10 +72,11 @@ def watch(run_dir: Path, values: dict[int, float], done: threading.Event) -> Non
 
 
 def test_scores_of_a_task_choose_the_export(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, max_steps=6, async_save=False)
+    recipe = tiny_recipe(tmp_path, max_steps=12, async_save=False)
     run_dir = tmp_path / "run"
     options = ("train.keep_best=task:t", "train.load_best_at_end=true", "train.export_checkpoints=true")
     options += ("train.save_steps=2", "train.save_total_limit=1", "deepspeed=ds_configs/zero3.json")
+    options += ("train.early_stopping={metric: task:t, patience: 1}",)
     command = ("-m", "tests.helpers.saving_worker", "inline", str(recipe), f"output_dir={run_dir}", *options)
     done = threading.Event()
     thread = threading.Thread(target=watch, args=(run_dir, {2: 0.9, 4: 0.5}, done), daemon=True)
@@ -90,6 +91,8 @@ def test_scores_of_a_task_choose_the_export(tmp_path: Path) -> None:
     assert (run_dir / SELECTION).read_text().startswith(decided)
     assert read_best(run_dir) == (2, "task:t", 0.9)
     assert {2, 6} <= {step_of(directory) for directory in checkpoints(run_dir)}
+    # the score of step 4 ends the run when step 6 is saved, and its last step is validated
+    assert [record["step"] for record in read_metrics(run_dir) if "set" in record][-1] == 6
     assert "resumed from" in ended.stdout and "without scores of step-000006" in ended.stdout
     assert json.loads((run_dir / "export/export.json").read_text())["step"] == 2
     page = build_run_report([RecordedRun(run_dir)], "step", tmp_path).markdown()
