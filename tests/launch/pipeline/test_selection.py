@@ -76,7 +76,7 @@ def test_scores_of_a_task_choose_the_export(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = ("train.keep_best=task:t", "train.load_best_at_end=true", "train.export_checkpoints=true")
     options += ("train.save_steps=2", "train.save_total_limit=1", "deepspeed=ds_configs/zero3.json")
-    options += ("train.early_stopping={metric: task:t, patience: 1}",)
+    options += ("train.early_stopping={metric: task:t, patience: 1}", "train.eval_steps=0")
     command = ("-m", "tests.helpers.saving_worker", "inline", str(recipe), f"output_dir={run_dir}", *options)
     done = threading.Event()
     thread = threading.Thread(target=watch, args=(run_dir, {2: 0.9, 4: 0.5}, done), daemon=True)
