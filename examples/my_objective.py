@@ -1,8 +1,8 @@
 """A new objective in ten lines: cross-entropy that counts more where the model is unsure.
 
 Set objective.name=examples/my_objective.py:unsure in a training command, or pass this name wherever an
-objective is expected. The names of the function's parameters choose its inputs, per token: m, p, D, H, S,
-top, stored (docs/reference/objectives.md). Keyword-only parameters are options. The function returns a
+objective is expected. The names of the function's parameters choose its inputs per token
+(docs/how-to/add-an-objective.md). Keyword-only parameters are options. The function returns a
 weight [n]. The loss is weight * m, and the weight is not differentiated.
 """
 

@@ -23,6 +23,6 @@ case "$verb" in
         echo "usage: $verbs, each with the arguments of its command; VERB --help shows them"
         echo "any other command: --entrypoint python IMAGE -m emo report ..." ;;
     *)
-        echo "error: no verb $verb; there are $verbs" >&2
+        echo "error: unknown command $verb; choose from $verbs" >&2
         exit 2 ;;
 esac

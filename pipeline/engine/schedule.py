@@ -102,11 +102,9 @@ def phases(train: ScheduleConfig, steps: int) -> Phases:
 def check_branch_steps(train: ScheduleConfig, steps: int) -> None:
     """Raise UserError if a run ends before the step at which `decay_from` begins its decay."""
     if train.branch_step is not None and steps <= train.branch_step:
-        problem = (
-            f"train.decay_from={train.decay_from}: the run has {steps:,} steps, and its decay begins at step "
-        )
+        problem = f"train.decay_from={train.decay_from}: the run has {steps:,} steps, and its decay begins at"
         cure = "Set train.max_steps to the last step of the decay"
-        raise UserError(f"{problem}step {train.branch_step:,}. {cure}", code="decay-from")
+        raise UserError(f"{problem} step {train.branch_step:,}. {cure}", code="decay-from")
 
 
 def lr_at(train: ScheduleConfig, step: int, steps: int) -> float:

@@ -34,6 +34,8 @@ from torch import Tensor
 from .cost import CostRows
 from .objectives import LIKELIEST, Objective, Scalars, top_entropy
 
+LEAST_LOG_P = -200.0  # below, p is 0 in float32. log p of a logit of -inf would make p log p NaN
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -314,7 +316,7 @@ class TorchRows:
             lse.append(peak - largest.log())
             top.append(largest)
             if p_log_p is not None:
-                p_log_p.sub_(lse[-1][:, None]).mul_(part)
+                p_log_p.sub_(lse[-1][:, None]).clamp_(min=LEAST_LOG_P).mul_(part)  # 0, not -inf * 0
                 entropy.append(-p_log_p.sum(1))
         return Statistics(
             torch.cat(lse),

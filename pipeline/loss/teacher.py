@@ -39,9 +39,10 @@ class Teacher(NamedTuple):
 
     def at_positions(self, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> TeacherRows:
         """Return its rows at flat positions [n] in `dtype`, not yet normalised."""
-        hidden = self.hidden.detach().flatten(0, -2)[positions]
         assert self.weight is not None
         weight = self.weight.detach()[:vocab_size]
+        # autocast may leave hidden states in another type than the head's
+        hidden = self.hidden.detach().flatten(0, -2)[positions].to(weight.dtype)
         half = hidden.dtype.itemsize == 2
         z = padded_rows(len(hidden), vocab_size, torch.float32 if half else hidden.dtype, hidden.device)
         product = mm_in_float32(hidden, weight, z) if half else torch.mm(hidden, weight.t(), out=z)

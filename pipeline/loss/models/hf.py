@@ -212,12 +212,22 @@ def _fuse(model: Any, objective: Objective, cost: Cost, teacher: Any, options: M
     return base
 
 
+def _trains_outside_adapters(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter of a PEFT model trains, and is used also while the adapters are disabled."""
+    inside = ("lora_", "modules_to_save", "prompt_encoder", "trainable_tokens_")
+    return parameter.requires_grad and not any(part in name for part in inside)
+
+
 def _prepare_teacher(model: Any, teacher: Any) -> BaseTeacher | LiveTeacher:
     """Return the teacher of a fused model, fused and probed."""
     if teacher == "base":
         if not hasattr(model, "disable_adapter"):
             problem = "teacher='base' needs a model with PEFT adapters; pass a second copy of the model"
             raise UserError(problem, code="no-adapters")
+        others = [name for name, p in model.named_parameters() if _trains_outside_adapters(name, p)]
+        if others:
+            problem = f"teacher='base' is the model without its adapters, but {others[0]} also trains"
+            raise UserError(f"{problem}; pass a second copy of the model", code="no-adapters")
         return BaseTeacher(model)
     student_entries, entries = (m.config.get_text_config().vocab_size for m in (model, teacher))
     if entries < student_entries:
@@ -281,7 +291,10 @@ class FusedLossMixin:
         self._fused: Any = _fuse(trainer.model, self._objective, cost, teacher, options)
         self._probed = False
         self.model_accepts_loss_kwargs = True  # the Trainer then counts the tokens of the batch,
-        self._loss_shifts_labels = True  # without the first of each row, which nothing predicts
+        # without the first of each row, which nothing predicts unless PEFT puts tokens before it
+        adapter: Any = getattr(trainer.model, "active_peft_config", None)
+        is_prompt = getattr(adapter, "is_prompt_learning", False)
+        self._loss_shifts_labels = not is_prompt or adapter.peft_type == "PREFIX_TUNING"
         if hasattr(self, "_total_train_tokens"):
             problem = "the fused loss builds no logits: entropy and mean_token_accuracy are not logged"
             warnings.warn(problem, stacklevel=2)
@@ -305,7 +318,9 @@ class FusedLossMixin:
             probe_model(self._fused, path, packed=False, collective=True, device=trainer.args.device)
             self._probed = True
         if self._objective.schedule is not None:
-            self._fused.get_output_embeddings().use(self._objective.at(trainer.state.global_step))
+            # After a step, evaluation takes the mean weights at this step, which do not jump.
+            step = trainer.state.global_step if model.training else max(0, trainer.state.global_step - 1)
+            self._fused.get_output_embeddings().use(self._objective.at(step, spaced=model.training))
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise UserError("the rows need a column `labels`, aligned with input_ids", code="no-labels")
         inputs.pop("_prediction_loss_only", None)  # a private flag of TRL

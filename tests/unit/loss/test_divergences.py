@@ -48,6 +48,18 @@ def teacher(dtype: torch.dtype = torch.float64, **fields: Any) -> Teacher:
     return Teacher(torch.randn(N, 2 * H).to(dtype), torch.randn(V + 3, 2 * H).to(dtype) * 0.3, **fields)
 
 
+def test_a_teacher_computes_in_the_type_of_its_head() -> None:
+    """Autocast may return float32 hidden states for a head in half precision, and the reverse."""
+    side, positions = teacher(torch.float32), torch.arange(N)
+    for hidden, weight in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        mixed = side._replace(hidden=side.hidden.to(hidden), weight=side.weight.to(weight))
+        same = mixed._replace(hidden=mixed.hidden.to(weight))
+        torch.testing.assert_close(
+            mixed.at_positions(positions, V, torch.float32).normalised().z,
+            same.at_positions(positions, V, torch.float32).normalised().z,
+        )
+
+
 def transport(E: Tensor) -> Callable[[Tensor], Tensor]:
     C = cost_matrix(E)
     return lambda p: p @ C

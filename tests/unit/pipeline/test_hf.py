@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from emo.pipeline.loss import (
     weighted_sum,
 )
 from emo.pipeline.loss.models.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
+from emo.pipeline.loss.schedule import Spaced
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error, stored_for
 from tests.helpers.refusals import refused
@@ -88,6 +91,57 @@ def test_logits_loss_equals_reference(name: str) -> None:
     for got, want in ((sums.loss.detach(), loss.sum()), (sums.nll, m.sum()), (sums.demd, D.sum())):
         assert relative_error(got, want.detach()) <= 1e-5
     assert relative_error(z.grad.view(-1, vocab), wide.grad) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["mile", "eaft_full", "neg_entropy"])
+def test_logits_may_be_minus_infinity(name: str) -> None:
+    """Entries that can never be chosen change neither the entropy nor its gradient."""
+    torch.manual_seed(0)
+    z = torch.randn(2, 5, 40)
+    z[..., 37:] = -math.inf
+    z.requires_grad_()
+    labels = torch.randint(37, (2, 5))
+    loss = logits_loss(z, labels, make(name)).loss
+    (got,) = torch.autograd.grad(loss, z)
+    assert loss.isfinite() and got.isfinite().all() and not got[..., 37:].any()
+    if name == "neg_entropy":  # the others depend on the number of entries
+        few = z.detach()[..., :37].clone().requires_grad_()
+        want = logits_loss(few, labels, make(name)).loss
+        torch.testing.assert_close(loss, want)
+        torch.testing.assert_close(got[..., :37], torch.autograd.grad(want, few)[0])
+
+
+def test_evaluation_takes_the_mean_weights_of_parts_with_a_share(tmp_path: Path) -> None:
+    parts = [(get_objective("mle"), 1.0), (get_objective("emo"), Spaced(1.0, Ramp(1 / 3, 1 / 3, 1)))]
+    args = arguments(tmp_path, per_device_eval_batch_size=6)
+    trainer = EmoTrainer(tiny_llama(VOCAB), args, eval_dataset=rows(), objective=weighted_sum(parts))
+    losses = []
+    for trainer.state.global_step in (1, 2, 3):
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-6)
+
+
+def test_the_loss_of_a_learned_prompt_is_the_mean_over_all_tokens(tmp_path: Path) -> None:
+    """The last virtual token predicts the first real one."""
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_llama(VOCAB), config)
+    ids = torch.randint(1, VOCAB, (6, LENGTH))
+    with torch.no_grad():
+        want = copy.deepcopy(model)(input_ids=ids, labels=ids).loss
+    args = arguments(tmp_path, learning_rate=0.0)
+    data = [{"input_ids": row, "labels": row} for row in ids.tolist()]
+    trainer = EmoTrainer(model, args, train_dataset=data, objective="mle")
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(want), rel=1e-4)
+
+
+def test_the_base_is_no_teacher_if_more_than_adapters_trains() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_llama(VOCAB), config)
+    model.get_output_embeddings().requires_grad_(True)
+    with refused("no-adapters"):
+        fuse_causal_lm(model, "kl", teacher="base")
 
 
 def test_emo_loss_module() -> None:
