@@ -145,8 +145,8 @@ def _help(topic: str) -> int:
         if text:  # some error codes are also names of commands
             print(f"Error code {topic}:\n{text}\n\nCommand {topic}:", flush=True)
         return main([topic, "--help"])
-    if text:
-        print(text)
+    if text or topic in OWN:
+        print(text or f"emo {topic}: {OWN[topic]}")
         return ExitCode.DONE
     match = similar(topic, [*COMMANDS, *error_index()])
     hint = f"did you mean {match}?" if match else "`emo help` lists the commands"
@@ -174,40 +174,6 @@ def _top_parser() -> argparse.ArgumentParser:
     # The description lists the commands. This action completes them in the shell.
     parser.add_argument("command", nargs="?", choices=[*COMMANDS, *OWN], help=argparse.SUPPRESS)
     return parser
-
-
-def all_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command, in the order of `emo --help`, without importing heavy libraries.
-
-    `report` is two commands: "report RUN_DIR" and "report RESULTS". `plan` is two as well: "plan" and
-    "plan --data". Commands of packages that are not installed are left out. Parsers have the attributes
-    `examples` and `exit_codes`.
-    """
-    from emo.data_prep import cli as data
-    from emo.eval import cli as evaluation
-    from emo.launch import quickstart, rank
-    from emo.pipeline import cli as training
-
-    parsers: dict[str, argparse.ArgumentParser] = {"quickstart": quickstart.make_parser()}
-    parsers["train"] = rank.make_parser()
-    for parser in (data.make_parser(), training.make_parser(), evaluation.make_parser()):
-        for commands in (action.choices for action in parser._actions if isinstance(action.choices, dict)):
-            for name, command in commands.items():
-                parsers[f"{name} {_form_of(name, command)}".strip()] = command
-    if has_experiments():
-        # Imported by name, as for a command: experiments imports this module.
-        parsers |= importlib.import_module(SWEEPS.partition(":")[0]).make_parsers()
-    return {name: parsers[name] for key in COMMANDS for name in parsers if name.split()[0] == key}
-
-
-def _form_of(name: str, command: argparse.ArgumentParser) -> str:
-    """Return what tells a command from another of the same name, or an empty string."""
-    for action in command._actions:
-        if name == "report" and action.nargs == "+":
-            return str(action.metavar)
-        if name == "plan" and action.dest == "data" and action.required:
-            return "--data"
-    return ""
 
 
 def has_experiments() -> bool:

@@ -29,8 +29,6 @@ class Extension:
 
     tokenizer: Tokenizer
     parts: dict[int, list[int]]  # new id -> old ids. Special tokens have none
-    tokens_before: int  # tokens of the training text with the old vocabulary
-    tokens_after: int
 
 
 class _Words:
@@ -68,11 +66,6 @@ class _Words:
             self._count(number, 1)
         del self.pairs[pair]
 
-    @property
-    def total(self) -> int:
-        """Return the number of tokens of the text."""
-        return sum(len(word) * count for word, count in zip(self.words, self.counts, strict=True))
-
 
 def extend_vocabulary(
     tokenizer: Tokenizer, texts: Iterable[str], pieces: int, special: Sequence[str] = ()
@@ -105,10 +98,8 @@ def extend_vocabulary(
     characters = _missing_characters(tokenizer, counted, pieces // 2)
     by_bytes = {ids: add(char, ids) for char, ids in characters.items()}
     words: dict[tuple[int, ...], int] = Counter()
-    before = 0
     for word, count in counted.items():
         ids = [token.id for token in tokenizer.model.tokenize(word)]
-        before += len(ids) * count
         words[_with_characters(ids, by_bytes)] += count
     state = _Words(words)
     as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)  # as in older files
@@ -128,7 +119,7 @@ def extend_vocabulary(
     extended.add_special_tokens(added)
     numbers = extended.get_vocab()
     parts |= {numbers[token]: [] for token in added}
-    return Extension(extended, parts, before, state.total)
+    return Extension(extended, parts)
 
 
 def _count_words(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:

@@ -29,7 +29,7 @@ from emo.common.parallel import set_environment
 from emo.common.provenance import REPOSITORY, shipped
 
 from ..batches.config import Batch
-from ..config import RunConfig, TrainConfig
+from ..config import RunConfig, TrainConfig, flatten
 from .device.devices import find_c_compiler, local_ranks, on_gpu
 from .freezing import embedding_ids
 
@@ -152,7 +152,7 @@ def _drop_owned_keys(config: RunConfig, tree: DsConfig, path: Path, batch: Batch
     if errors:
         raise UserError.of(errors)
     ignored = [key for key in tree if key in OWNED_BY_RECIPE]
-    autos = [key for key, value in _leaves(tree) if _is_auto(value)]
+    autos = [key for key, value in flatten(tree, ".") if _is_auto(value)]
     defaults = [key for key in autos if key.partition(".")[0] not in ignored]
     if ignored or defaults:
         parts = [f"the recipe decides {', '.join(ignored)}"] if ignored else []
@@ -175,7 +175,7 @@ def _contradictions(config: RunConfig, owned: DsConfig, batch: Batch) -> Iterato
         "optimizer.params.weight_decay": train.weight_decay,
         **{f"{key}.enabled": False for key in ("fp16", "amp", *REPORTS)},
     }
-    for key, value in _leaves(owned):
+    for key, value in flatten(owned, "."):
         if key == "optimizer.type":
             contradicts = value not in ("Adam", "AdamW") or train.optimizer != "adamw"
         elif key == "train_micro_batch_size_per_gpu":
@@ -195,15 +195,6 @@ def _is_auto(value: Any) -> bool:
 def _drop_auto(tree: DsConfig) -> DsConfig:
     present = ((key, value) for key, value in tree.items() if not _is_auto(value))
     return {key: _drop_auto(value) if isinstance(value, dict) else value for key, value in present}
-
-
-def _leaves(tree: DsConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a tree with its dotted key."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def decisive_settings(ds_config: Mapping[str, Any]) -> DsConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Literal, NamedTuple
 
@@ -12,7 +11,6 @@ from emo.common.config.recipe import Section
 from emo.common.errors import UserError
 from emo.common.text import counted
 
-BARS = " ▁▂▃▄▅▆▇█"  # of a drawn schedule, from 0 to the peak
 INVERSE_SQRT_STEPS = 10_000  # its time scale without a warm-up, as in transformers
 
 
@@ -144,19 +142,12 @@ def _decayed(train: ScheduleConfig, progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def draw_schedule(train: ScheduleConfig, steps: int, width: int = 40) -> str:
-    """Return the schedule of a run in words, and as one bar for each of `width` parts of its steps."""
+def describe_schedule(train: ScheduleConfig, steps: int) -> str:
+    """Return the schedule of a run in words."""
     warmup, decay, _ = phases(train, steps)
-    first = 0 if train.branch_step is None else train.branch_step
     parts = [f"{train.learning_rate:g} after {counted(warmup, 'step')}"]
     if train.lr_scheduler_type == "warmup_stable_decay":
         parts = [f"{train.learning_rate:g} until step {decay:,}"]
     if train.lr_scheduler_type != "constant":
         parts.append(f"{lr_at(train, steps - 1, steps):.2g} at the last step")
-    width = min(width, steps - first)
-    edges = [first + (steps - first) * part // width for part in range(width + 1)]
-    bars = ""
-    for start, end in itertools.pairwise(edges):
-        mean = sum(lr_at(train, step, steps) for step in range(start, end)) / (end - start)
-        bars += BARS[math.ceil(mean / train.learning_rate * (len(BARS) - 1) - 1e-9)]
-    return f"{', '.join(parts)}  {bars}"
+    return ", ".join(parts)

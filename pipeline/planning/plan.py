@@ -38,7 +38,7 @@ from ..engine.activations import find_mlps
 from ..engine.device.devices import on_gpu, usable_attention
 from ..engine.device.hardware import GB, GIB, NODE, Cluster, accelerator, describe_time_source
 from ..engine.ds_config import EIGHT_BIT, DsConfig, zero_stage
-from ..engine.schedule import draw_schedule
+from ..engine.schedule import describe_schedule
 from ..engine.sequence import check_sequence_parallel
 from ..loss.cost import lacks_bfloat16
 from ..loss.objectives import Objective
@@ -300,7 +300,7 @@ def _recipe_rows(
         ("tokens per step", f"at most {ready.batch.batch * config.data.sequence_len:,}"),
         *([] if setup.sequence == 1 else [("shared rows", _describe_sharing(sizes, setup))]),
         ("steps", _describe_steps(config, ready)),
-        *([] if ready.steps is None else [("learning rate", draw_schedule(config.train, ready.steps))]),
+        *([] if ready.steps is None else [("learning rate", describe_schedule(config.train, ready.steps))]),
         *domain_rows(config, ready),
     ]
     offloads = {"optimizer": setup.offload_optimizer, "weights": setup.offload_parameters}

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-import emo.__main__ as program
 from tests.conftest import REPO
+from tests.helpers.parsers import all_parsers
 
 DOCS = REPO / "docs"
 ERRORS = REPO / "common" / "errors.yaml"
@@ -28,14 +28,9 @@ _FENCE = re.compile(r"(?ms)^(```+|~~~+).*?^\1[ ]*$")
 _LINK = re.compile(r"(\]\()([^)\s#]+)")
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command of `emo`."""
-    return program.all_parsers()
-
-
 def cli_page() -> str:
     intro = "`emo COMMAND --help` prints the same text. See [exit codes](exit-codes.md) for their meaning."
-    sections = [_command(f"emo {name}", parser) for name, parser in parsers().items()]
+    sections = [_command(f"emo {name}", parser) for name, parser in all_parsers().items()]
     return "\n\n".join(["# Command line", intro, *sections]) + "\n"
 
 

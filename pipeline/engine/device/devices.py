@@ -16,7 +16,7 @@ from emo.common.errors import FailureError, UserError, one_line
 
 from ...control.stop import HARDWARE, node_name
 from ...loss.models.head import VARLEN, uses_segments
-from ...loss.models.varlen import LARGEST_HEAD, kernel_is_new_enough
+from ...loss.models.varlen import LARGEST_HEAD
 from ...model.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def _host_obstacle(name: str) -> str | None:
         except ImportError as error:
             return f"flash-attn cannot be imported ({one_line(error)})"
     if name == VARLEN:
-        if not torch.backends.cuda.is_flash_attention_available() or not kernel_is_new_enough():
+        if not torch.backends.cuda.is_flash_attention_available():
             return "this build of PyTorch lacks its kernel"
         if torch.cuda.get_device_capability() < (8, 0):
             return "it needs a GPU of compute capability 8.0 or newer"

@@ -6,7 +6,6 @@ Importing this module registers it with transformers. It applies to calls with t
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from typing import Any
 
@@ -78,11 +77,6 @@ def varlen_attention(
     attend = attend_in_one_call if q.is_cuda else attend_per_document
     out = attend(q, k, v, cu_seq_lens_q, max_length_q, scale, left)
     return out[..., : value.shape[-1]].unflatten(0, (b, length)), None
-
-
-def kernel_is_new_enough() -> bool:
-    """Return whether this torch's kernel takes every argument of `attend_in_one_call`."""
-    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 def attend_in_one_call(

@@ -14,12 +14,13 @@ import pytest
 
 import emo.pipeline.cli
 import emo.pipeline.control.stop
-from emo.__main__ import COMMANDS, all_parsers, main
+from emo.__main__ import COMMANDS, main
 from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import DiskFullError, ExitCode, FailureError, UserError, exit_code_of
 from emo.common.io.weights import explain_hub_error
 from emo.eval.icl.tasks import known_tasks
 from tests.conftest import REPO
+from tests.helpers.parsers import all_parsers
 
 
 def test_every_help_has_a_purpose_examples_and_exit_codes() -> None:

@@ -116,7 +116,6 @@ def test_equal_embeddings_of_tokens_in_the_data_are_warned_of(
 def test_a_gpu_gets_the_first_attention_that_host_and_family_support(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is torch's kernel, flash-attn, SDPA. Float32 never uses an attention for half precision."""
     monkeypatch.setattr("emo.pipeline.engine.device.devices.on_gpu", lambda: True)
-    monkeypatch.setattr("emo.pipeline.engine.device.devices.kernel_is_new_enough", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)

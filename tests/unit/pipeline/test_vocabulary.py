@@ -49,8 +49,7 @@ def test_text_needs_fewer_tokens_and_old_ids_stay(tmp_path: Path, kind: str) -> 
     assert new.token_to_id("<|new|>") == size + 100 and extension.parts[size + 100] == []
     before = [old.encode(text, add_special_tokens=False).ids for text in TEXTS]
     after = [new.encode(text, add_special_tokens=False).ids for text in TEXTS]
-    assert extension.tokens_before == sum(map(len, before))
-    assert extension.tokens_after == sum(map(len, after)) < 0.9 * sum(map(len, before))
+    assert sum(map(len, after)) < 0.9 * sum(map(len, before))
     expanded = [[part for i in ids for part in extension.parts.get(i, [i])] for ids in after]
     assert expanded == before  # the parts of new pieces are the old pieces
     pieces = {number: piece for piece, number in new.get_vocab().items()}
