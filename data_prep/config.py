@@ -47,7 +47,7 @@ USED: dict[str, Callable[[Any], bool]] = {
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
 }
-FORMAT = 7  # version of prepared data. Raise it if the same configuration gives other bytes
+FORMAT = 8  # version of prepared data. Raise it if the same configuration gives other bytes
 SET = "if set"  # marks newer fields, which are not part of `settings` while they are the default
 
 MARKER = "data_prep.json"  # marks a directory made by prepare

@@ -305,10 +305,13 @@ def _score(args: argparse.Namespace) -> int:
     others = ["objective={}", "train.keep_best=null", "train.load_best_at_end=false"]
     others += ["train.early_stopping=null"]
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
-    trained = load_config(args.recipe, [*args.overrides, *others]).model
-    if (args.model, args.revision) != (trained.path, trained.revision):
-        model += ["model.rope=null"]  # another model keeps its own, also as a live teacher
     config = load_config(args.recipe, [*args.overrides, *model, *others])
+    if config.model.rope is not None:  # another model keeps its own, also as a live teacher
+        trained = load_config(args.recipe, [*args.overrides, *others]).model
+        same = args.model == trained.path or Path(args.model).resolve() == Path(str(trained.path)).resolve()
+        if not same or args.revision not in (None, trained.revision):
+            print(f"{args.model} is not model.path: it is read without model.rope")
+            config = load_config(args.recipe, [*args.overrides, *model, "model.rope=null", *others])
     announce("score")
     with show_activity("loading the model"):
         from .planning.score import score

@@ -46,7 +46,7 @@ def export_checkpoint(source: Path, target: Path) -> Path:
         problem = f"{checkpoint} has no {HF_SETTINGS}/, because another version of emo wrote it"
         raise UserError(f"{problem}. Export it with that version", code="other-version")
     config = _read_config(checkpoint.parent)
-    view = view_model(_load_model(read_saved(checkpoint), config, settings))
+    view = view_model(_load_model(read_saved(checkpoint), config, settings), config)
     complete_export(
         target,
         lambda directory: write_content(view, config, directory, lambda folder: _copy(settings, folder)),

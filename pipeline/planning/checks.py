@@ -348,7 +348,7 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
 def _check_nvme(ds_config: DsConfig, model: nn.Module, ranks: int) -> None:
     """Reject weights that would be only on NVMe, because DeepSpeed cannot load their checkpoints."""
     offload = ds_config["zero_optimization"].get("offload_param") or {}
-    count = -(-sum(p.numel() for p in model.parameters()) // ranks)
+    count = sum(-(-p.numel() // ranks) for p in model.parameters())
     limit = int(offload.get("max_in_cpu", 1_000_000_000))
     if offload.get("device") == "nvme" and count > limit:
         problem = f"each rank holds {count:,} weights, and DeepSpeed cannot resume if more than {limit:,}"

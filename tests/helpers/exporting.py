@@ -34,7 +34,7 @@ def write(model: Any, directory: Path, data: Any = None) -> Path:
     data = data or {"dir": directory.parent / "data", "tokenizer": "x", "sources": [{"files": "x"}]}
     tree = {"output_dir": directory.parent, "data": data, "model": {"path": "x", "dtype": "float32"}}
     config = RunConfig(**tree, train={"max_steps": 1})  # type: ignore[arg-type]
-    write_export(view_model(model), config, directory, {}, check_export)
+    write_export(view_model(model, config), config, directory, {}, check_export)
     return directory
 
 

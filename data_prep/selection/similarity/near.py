@@ -61,6 +61,8 @@ def _prompt_and_response(row: Row) -> tuple[str, str]:
 
 def _passages(texts: Sequence[str]) -> list[str]:
     """Return the texts that are long enough to be what a question is about."""
+    if not any(texts):
+        return []
     long = split(texts).totals(len(texts)) >= MIN_WORDS * WORD
     return [text for text, is_long in zip(texts, long, strict=True) if is_long]
 

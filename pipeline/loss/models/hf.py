@@ -212,9 +212,12 @@ def _fuse(model: Any, objective: Objective, cost: Cost, teacher: Any, options: M
     return base
 
 
-def _trains_outside_adapters(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter of a PEFT model trains, and is used also while the adapters are disabled."""
-    inside = ("lora_", "modules_to_save", "prompt_encoder", "trainable_tokens_")
+def _trains_outside_adapters(name: str, parameter: nn.Parameter, prefix: str) -> bool:
+    """Return whether a parameter of a PEFT model trains, and is used also while the adapters are disabled.
+
+    prefix: of the names of the adapters' parameters.
+    """
+    inside = (prefix, "modules_to_save", "prompt_encoder", "trainable_tokens_")
     return parameter.requires_grad and not any(part in name for part in inside)
 
 
@@ -224,7 +227,8 @@ def _prepare_teacher(model: Any, teacher: Any) -> BaseTeacher | LiveTeacher:
         if not hasattr(model, "disable_adapter"):
             problem = "teacher='base' needs a model with PEFT adapters; pass a second copy of the model"
             raise UserError(problem, code="no-adapters")
-        others = [name for name, p in model.named_parameters() if _trains_outside_adapters(name, p)]
+        prefix = getattr(model.base_model, "prefix", "prompt_encoder")  # "lora_", for example
+        others = [name for name, p in model.named_parameters() if _trains_outside_adapters(name, p, prefix)]
         if others:
             problem = f"teacher='base' is the model without its adapters, but {others[0]} also trains"
             raise UserError(f"{problem}; pass a second copy of the model", code="no-adapters")

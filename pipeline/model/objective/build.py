@@ -68,11 +68,11 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
             f"needs a teacher. {cure}" if objective.divergences else "has none: remove objective.teacher"
         )
         raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
-    for part, weight in pairs if chosen.on_policy is not None else ():
-        if part.divergences and isinstance(weight, Spaced):
-            problem = f"objective.sum: {part.name} has a share, but steps with generated text need it"
-            cure = "Remove it, because on_policy.share chooses the steps"
-            raise UserError(f"{problem}. {cure}", code="sum-part")
+    judging = [weight for part, weight in pairs if part.divergences]
+    if chosen.on_policy is not None and judging and all(isinstance(weight, Spaced) for weight in judging):
+        problem = "objective.sum: all divergences have a share, so steps with generated text may have no loss"
+        cure = "Remove one share, because on_policy.share chooses the steps"
+        raise UserError(f"{problem}. {cure}", code="sum-part")
     has_scores = isinstance(teacher, TeacherConfig) and teacher.scores
     if has_scores and any(comparison.needs_costs for _, comparison in objective.divergences):
         problem = "needs all probabilities of its teacher, but only the largest ones are stored"

@@ -98,10 +98,10 @@ def test_only_the_recipes_own_model_gets_its_rope(folder: Path, monkeypatch: pyt
         return True
 
     monkeypatch.setattr("emo.pipeline.planning.score.score", record)
-    for model in (folder / "model", folder / "other"):
+    for model in (folder / "model", f"{folder}/./model/", folder / "other"):
         rope = "model.rope={type: linear, factor: 2}"
         assert main(["score", str(folder / "recipe.yaml"), "--model", str(model), rope]) == 0
-    assert [rope is None for rope in ropes] == [False, True]
+    assert [rope is None for rope in ropes] == [False, False, True]
 
 
 @pytest.mark.parametrize("arguments", [["--shard", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])

@@ -187,7 +187,7 @@ def test_small_costs_are_accurate_in_half_precision(
     model_dtype: torch.dtype, instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs from 5e-4 on are within 5 %, even if half precision rounds the cosine to 1."""
-    monkeypatch.setattr("emo.pipeline.loss.cost._lacks_bfloat16", lambda: not instructions)
+    monkeypatch.setattr("emo.pipeline.loss.cost.lacks_bfloat16", lambda: not instructions)
     generator = torch.Generator().manual_seed(0)
     base, noise = (torch.randn(600, 256, generator=generator) for _ in range(2))
     E = torch.cat((base, base + noise * torch.linspace(0.03, 0.3, 600)[:, None])).to(torch.bfloat16)

@@ -18,10 +18,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.shards.format import MANIFEST, TokenDataset, manifest_text, read_manifest
+from emo.pipeline.config import RunConfig
 from emo.pipeline.loss import fuse_model, get_objective
 from emo.pipeline.model.build import check_fits
 from emo.pipeline.model.config import ModelConfig
-from emo.pipeline.model.export import exported_names, exported_tensors, persistent_buffers
+from emo.pipeline.model.export import exported_names, exported_tensors, persistent_buffers, view_model
 from emo.pipeline.model.readers import check_exported_tokenizer, saved_tensors, write_config, write_tokenizer
 from tests.helpers.chat_templates import CHATML
 from tests.helpers.corpus import prepared, run, tiny_tokenizer, write_jsonl
@@ -112,6 +113,18 @@ def test_all_files_of_an_export_name_the_end_of_a_turn(chats: DataConfig, tmp_pa
     assert config["additional_special_tokens"] == ROLES
     assert (export / "tokenizer.model").read_bytes() == (chats.root / "base/tokenizer.model").read_bytes()
     assert json.loads((export / "added_tokens.json").read_text()) == {ROLES[0]: end - 1, ROLES[1]: end}
+
+
+def test_logits_are_compared_on_the_data(chats: DataConfig, tmp_path: Path) -> None:
+    """In bfloat16, a real model's logits for its first tokens, which are special, are mostly rounding errors."""
+    model = tiny_llama(400)
+    settings: dict[str, Any] = {"output_dir": tmp_path, "model": {"path": "x"}, "train": {"max_steps": 1}}
+    config = RunConfig(data=chats, **settings)
+    first = TokenDataset(chats.dir / "train").batch(np.array([0]))["input_ids"][:, :16]
+    assert view_model(model, config).probe.equal(torch.from_numpy(first))
+    other = RunConfig(data=chats.model_copy(update={"dir": tmp_path / "none"}), **settings)
+    probe = view_model(model, other).probe
+    assert probe.unique().numel() == 16 and probe.max() > 300
 
 
 def test_eos_stays_if_the_template_writes_it_or_answers_have_several_ends(

@@ -136,8 +136,11 @@ def test_the_loss_of_a_learned_prompt_is_the_mean_over_all_tokens(tmp_path: Path
     assert trainer.state.log_history[0]["loss"] == pytest.approx(float(want), rel=1e-4)
 
 
-def test_the_base_is_no_teacher_if_more_than_adapters_trains() -> None:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+@pytest.mark.parametrize("kind", [peft.LoraConfig, peft.VeraConfig, peft.LNTuningConfig])
+def test_the_base_is_no_teacher_if_more_than_adapters_trains(kind: Any) -> None:
+    targets = ["norm"] if kind is peft.LNTuningConfig else ["q_proj"]
+    config = kind(target_modules=targets, task_type="CAUSAL_LM")
+    fuse_causal_lm(peft.get_peft_model(tiny_llama(VOCAB), config), "kl", teacher="base")
     model = peft.get_peft_model(tiny_llama(VOCAB), config)
     model.get_output_embeddings().requires_grad_(True)
     with refused("no-adapters"):

@@ -487,6 +487,8 @@ def test_steps_on_generated_text_need_the_whole_divergence() -> None:
     shared = "objective={sum: [{name: mle}, {name: kl, share: 0.25}], teacher: base, on_policy: {share: 0.5}}"
     with refused("sum-part"):
         check_plan(load_config(LLAMA, ["output_dir=runs/unstarted", shared]), 1)
+    both = shared.replace("{name: kl,", "{name: jsd}, {name: kl,")
+    assert check_plan(load_config(LLAMA, ["output_dir=runs/unstarted", both]), 1).objective.divergences
 
 
 LONG = ["train.global_batch_size=8", "train.micro_batch_size=1", "deepspeed=ds_configs/zero2.json"]
