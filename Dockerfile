@@ -70,7 +70,9 @@ FROM packages
 RUN --mount=type=bind,from=chosen-wheels,source=/wheels,target=/wheels \
     for wheel in /wheels/*.whl; do [ ! -e "$wheel" ] || .venv/bin/pip install --no-cache-dir --no-deps "$wheel"; done
 COPY . .
-RUN touch .venv/packages && make setup
+# A checkout with a strict umask has files that only its owner may read.
+RUN touch .venv/packages && make setup \
+    && find . -path ./.venv -prune -o ! -type l -exec chmod go+rX {} +
 
 # HOME: caches of kernels, figures and libraries, for any user. What is worth keeping lies on the volume.
 ENV PATH=/emo/.venv/bin:$PATH PYTHONUNBUFFERED=1 LANG=C.UTF-8 HOME=/tmp \
@@ -78,7 +80,7 @@ ENV PATH=/emo/.venv/bin:$PATH PYTHONUNBUFFERED=1 LANG=C.UTF-8 HOME=/tmp \
     PIPELINE_HEARTBEAT=/tmp/heartbeat.json
 USER 1001
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=60s --timeout=10s --retries=1 CMD ["/emo/launch/entrypoint.sh", "health"]
+HEALTHCHECK --interval=60s --timeout=30s --retries=3 CMD ["/emo/launch/entrypoint.sh", "health"]
 ENTRYPOINT ["tini", "--", "/emo/launch/entrypoint.sh"]
 CMD ["help"]
 

@@ -100,6 +100,7 @@ class Supervisor:
         self.program = program[-1]
         self.reports = reports
         self.uses_hostfile = HOSTFILE.is_file() or _has(options, ("--hostfile", "-H"))
+        self.uses_ssh = self.uses_hostfile and "--no_ssh" not in options
         self.is_remote = self.uses_hostfile or _has(options, REMOTE)
         self.chooses_port = not _has(options, RENDEZVOUS)
         self.log = reports / "launcher.log"
@@ -169,7 +170,7 @@ class Supervisor:
         reports = read_reports(self.reports)
         if not reports and not self._notified:
             self._notified.add(self.reports)
-            if self.uses_hostfile and run_dir is not None and run_dir.is_dir():
+            if self.uses_ssh and run_dir is not None and run_dir.is_dir():
                 (run_dir / STOP).touch()
             else:
                 self._launcher.terminate()

@@ -402,6 +402,7 @@ class Trainer:
                 self.save(samples=not stopped)
             if stopped:
                 return Outcome.STOPPED
+        self.metrics.record_rest(state)
         # A score of a task that arrived during the last save may have ended the run between validations.
         if (
             self.validation

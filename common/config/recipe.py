@@ -226,7 +226,7 @@ def _load_yaml(content: bytes | str) -> Any:
         return yaml.load(content if isinstance(content, str) else content.decode("utf-8-sig"), RecipeLoader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, AttributeError, TypeError) as error:  # the last three: odd values
+    except (yaml.YAMLError, ValueError, AttributeError, TypeError, LookupError) as error:  # odd values
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         raise ValueError(f"not YAML: {getattr(error, 'problem', None) or one_line(error)}{line}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ def describe_effects(effects: Sequence[Effect], verbs: Verbs, unit: str, form: s
         counts = [f"{len(group)} {verbs[kind][len(group) > 1]}" for kind, group in groups.items() if group]
         if unknown := len(effects) - len(known):
             counts.append(f"{unknown} without an interval")
-        best = max(effects, key=lambda e: e.value)
+        best = max(effects, key=lambda e: -math.inf if number(e.value) is None else e.value)
         return f"{join_words(counts)}. Best: {describe_effects([best], verbs, unit, form)}"
     clauses = []
     for kind, group in groups.items():

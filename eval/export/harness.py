@@ -138,6 +138,9 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
 def _add_foreign(value: dict[str, Any], model: Model, task: str, result: TaskResult) -> None:
     """Add the numbers that lm-eval computed itself, under its name of the task."""
     name = result["title"]
+    if name in value["results"]:
+        problem = f"two tasks would have the name {name} in lm-eval's format"
+        raise UserError(f"{problem}; evaluate one of them in another directory", code="same-name")
     value["results"][name] = {"name": name, "alias": name, "sample_len": result["n"], **result["metrics"]}
     value["versions"][name] = result["version"]
     value["n-shot"][name] = result["shots"]

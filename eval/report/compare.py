@@ -324,11 +324,15 @@ def find_regression(
         for model in (a, b)
         for task in sort_tasks(expected - {*model.results, *model.measures})
     ]
+    untested = sorted((a.measures.keys() & b.measures.keys()) - comparison.measures.keys())
+    missing += [f"a test of {task}" for task in untested if task in only]
+    if max_drop is not None and mean is None:
+        missing.append("an accuracy for --max_drop")
     count = len(comparison.tasks) + len(comparison.measures)
     summary = f"{b.name} against {a.name} on {counted(count, 'task')}: {text}; {verdict}"
     if comparison.warning:
         summary = f"{comparison.warning}. {summary}"
-    if untested := sorted((a.measures.keys() & b.measures.keys()) - comparison.measures.keys()):
+    if untested:
         summary += f"; not tested, because the metric is not a mean over rows: {', '.join(untested)}"
     if missing:
         summary += f"; not compared, because a result is missing: {', '.join(missing)}"

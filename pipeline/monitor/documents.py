@@ -42,7 +42,14 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         """Return a text such as `+0.0123 [+0.0100, +0.0146]`."""
+        if self.diverged:
+            return "not finite"
         return f"{self.value:+.4f} {self.interval or '(too few documents for an interval)'}"
+
+    @property
+    def diverged(self) -> bool:
+        """Return whether one of the two measurements has an NLL that is not finite."""
+        return not math.isfinite(self.value)
 
     @property
     def interval(self) -> str:
@@ -91,6 +98,8 @@ def compute_change(before: Documents, after: Documents) -> Change | None:
         return None
     with np.errstate(invalid="ignore"):  # infinities stay
         difference = after.nll.astype(np.float64) - before.nll
+    if not np.isfinite(difference).all():
+        return Change(math.nan, math.nan, math.nan, n)
     tokens = before.tokens.astype(np.float64)
     total = tokens.sum()
     value = float(difference.sum() / total)

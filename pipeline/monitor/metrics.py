@@ -233,6 +233,11 @@ class Metrics(Component):
         text = f"step {state.step:,}/{state.steps:,}  {title}: {', '.join(parts)}"
         self._console.event(text, "validation", **event)
 
+    def record_rest(self, state: RunState) -> None:
+        """Record the steps since the last record, of a run that ends between two records."""
+        if self.active and self._window.steps:
+            self._record_window(state)
+
     def exclude_pause(self) -> None:
         """Exclude the time since the last step from the pace: it went into saving or validation."""
         now = self._clock()

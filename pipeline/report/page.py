@@ -237,6 +237,8 @@ def _gains_table(gains: Sequence[Gain], first: str) -> Table:
         if start is None or (change and not change.interval):
             verdict = "not measured at step 0" if start is None else "too few documents"
             tone = "quiet"
+        if change and change.diverged:
+            verdict, tone = "not finite", "worse"
         losses = [formatted(value, "{:.4f}") for value in (start, end)]
         row = [Cell(verdict, tone=tone), *_drawn(run, change), *losses, step, change and change.documents]
         row += [formatted(kl, "{:.4f}")] if has_kl else []

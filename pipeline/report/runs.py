@@ -52,8 +52,9 @@ class RecordedRun:
         self.remarks: list[str] = []  # about files that cannot be read
         self.config: Record = {}
         try:
-            self.config = read_written(path / CONFIG)
-        except (OSError, ValueError):
+            written = read_written(path / CONFIG)
+            self.config = {key: value for key, value in dict(written).items() if value is not None}
+        except (OSError, ValueError, TypeError):
             self.remarks.append(f"{self.path / CONFIG} is missing or cannot be read.")
         self.records = self._read_lines(METRICS)
         if not self.records:
@@ -74,7 +75,7 @@ class RecordedRun:
         """Return the first record of each launch, with its last one as `end`."""
         launches: list[Record] = []
         for line in self._read_lines(LAUNCHES):
-            if line["event"] == "begin":
+            if line.get("event") == "begin":
                 launches.append(line | {"end": {}})
             elif launches:
                 launches[-1]["end"] = launches[-1]["end"] or line
@@ -86,8 +87,8 @@ class RecordedRun:
         tokens, step = (number(first.get(key)) or 0 for key in ("tokens", "step"))
         for record in self.records:
             if "loss" in record:
-                rate = record.get("tokens_per_s")
-                total = record.get("tokens") or tokens
+                rate = number(record.get("tokens_per_s"))
+                total = number(record.get("tokens")) or tokens
                 if rate and total > tokens and record["step"] > step:
                     record |= {"seconds": (total - tokens) / rate, "steps": record["step"] - step}
                 tokens = total
@@ -219,6 +220,9 @@ def regressions(
                     code="unknown-name",
                 )
             gain = measured.get((run.path, name))
+            if gain is not None and gain.change is not None and gain.change.diverged:
+                verdicts.append((True, f"{run.name}: regression on {name}: its NLL is not finite"))
+                continue
             if gain is None or gain.change is None or not gain.change.interval:
                 problem = f"has not measured at least {FEWEST} documents both at step 0 and after it"
                 cure = "Measure more (train.eval_rows, data.validation) in a new output_dir."

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_once
+from emo.common.io.untrusted import number
 
 from ...config import RunConfig, flatten
 from ...control.run_dir import MLFLOW_ID, TRACKIO_ID, WANDB_ID
@@ -53,9 +54,20 @@ class WeightsAndBiases(Logger):
         except wandb.errors.Error as error:
             problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
             raise UserError(f"{problem}. Set WANDB_API_KEY, or WANDB_MODE=offline", code="tracking") from None
+        self._groups: set[str] = set()  # whose axis is defined
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        self._run.log(values, step=step)
+        """Log a record with its own step, because W&B also counts the results that `emo export` adds.
+
+        Records that a resumed run repeats are left out.
+        """
+        group = next(iter(values)).partition("/")[0]
+        if group not in self._groups:
+            self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+            self._groups.add(group)
+        last = number(self._run.summary.get(f"{group}/step"))
+        if last is None or step > last:
+            self._run.log({**values, f"{group}/step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -66,6 +66,16 @@ def same_documents(nll: float) -> Documents:
     return Documents("set", nll * np.arange(3, 8), np.arange(3, 8))
 
 
+def test_a_run_that_ends_early_records_its_last_steps(tmp_path: Path) -> None:
+    metrics = reporter(tmp_path, steps=40, logging_steps=10)
+    for step in range(1, 26):
+        take_step(metrics, step, ONE, tokens=10 * step, steps=40)
+    for _ in range(2):  # nothing is left for the second time
+        metrics.record_rest(RunState(40, step=25, tokens=250))
+    metrics.close()
+    assert [(r["step"], r["tokens"]) for r in read_metrics(tmp_path)] == [(10, 100), (20, 200), (25, 250)]
+
+
 def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     """Skipped steps are counted, but do not change the means."""
     metrics = reporter(tmp_path, facts=RunFacts(rows=32), global_batch_size=8, logging_steps=2)
@@ -244,11 +254,14 @@ def test_tensorboard_and_wandb_get_every_record(tmp_path: Path, monkeypatch: pyt
         metrics = reporter(directory, facts=facts, **options)
         assert wandb.run is not None
         ids.append(wandb.run.id)
+        for value in range(12):  # as `emo export` does while training is stopped
+            wandb.run.log({"eval/accuracy": value})
         totals = StepTotals(10.0, 20.0, math.nan, 10, False)
         for name in ("validation", "home"):
             metrics.record_validation(RunState(10), name, totals, same_documents(2.0))
         for step in range(1, 5):
             take_step(metrics, step, ONE._replace(seconds=(1.0, 2.0)), tokens=4)
+        assert wandb.run.summary["train/step"] == 4 and wandb.run.summary["validation-home/step"] == 0
         metrics.close()
     assert ids[0] != ids[1] and ids[0] == ids[2]
     assert b"train/nll" in next(iter(run.glob("wandb/offline-run-*/*.wandb"))).read_bytes()

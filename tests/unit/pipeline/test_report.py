@@ -269,6 +269,27 @@ def test_verdicts_without_a_pair_of_measurements(tmp_path: Path) -> None:
         regressions(read_runs([run]), ["short"])
 
 
+def test_a_loss_that_is_not_finite_is_a_regression(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_validation(run, "broken", {0: 1.0, 40: 1.0})
+    write_documents(run, "broken", 40, Documents("set", TOKENS * math.nan, TOKENS))
+    ((lost, line),) = regressions(read_runs([run]), ["broken"])
+    assert lost and "not finite" in line
+    (row,) = render(run)[1].table("Held-out set", "Verdict")
+    assert row["Verdict"] == "not finite"
+
+
+@pytest.mark.parametrize("content", ["", "- a", "model:", "a: !!bool x"])
+def test_files_that_another_program_damaged_are_remarks(tmp_path: Path, content: str) -> None:
+    run = make_run(tmp_path / "run")
+    write_validation(run, "news", {0: 3.0, 40: 2.5})
+    (run / run_dir.CONFIG).write_text(content)
+    append(run / run_dir.LAUNCHES, {"time": 1, "step": 3})
+    append(run / run_dir.METRICS, train_record(50, tokens="x"))
+    text, _ = render(run)
+    assert ("cannot be read" in text) == (content != "model:")
+
+
 def test_a_branch_is_compared_with_the_start_of_its_trunk(tmp_path: Path) -> None:
     """It has the trunk's measurement at step 0, but not its records. Its time begins at the branch."""
     run = make_run(tmp_path / "run", step=20, tokens=train_record(20)["tokens"])
