@@ -51,7 +51,7 @@ def make_parser(recipe: type[Section] | None = None) -> argparse.ArgumentParser:
     )
     about = "prepared directory or its address, or one split of a directory"
     inspect.add_argument("directory", type=parse_directory, metavar="DIR", help=about)
-    inspect.add_argument("--rows", type=_positive, default=3, help="number of rows to show (%(default)s)")
+    inspect.add_argument("--rows", type=_natural, default=3, help="number of rows to show (%(default)s)")
     inspect.add_argument("--seed", type=_natural, default=0, help="seed for drawing the rows (%(default)s)")
     text = "show these rows instead, for example of bad_batches.jsonl in a run directory"
     inspect.add_argument("--at", type=_parse_row, nargs="+", default=[], metavar="FILE:ROW", help=text)
