@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,16 +56,20 @@ def hash_tasks(config: DataConfig, hashes: Hashes) -> str | None:
     if config.contamination is None:
         return None
     directory = config.root / config.contamination
-    listed = [[str(file.relative_to(directory)), hashes.sha256(file)] for file in task_files(directory)]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest() if listed else None
+    files = task_files(directory)
+    return _hash_files(directory, files, hashes) if files else None
 
 
 def hash_content(path: Path, hashes: Hashes) -> str:
     """Return the hash of a file, or of the names and contents of all files in a directory."""
     if path.is_file():
         return hashes.sha256(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    listed = [[str(file.relative_to(path)), hashes.sha256(file)] for file in files]
+    return _hash_files(path, sorted(file for file in path.rglob("*") if file.is_file()), hashes)
+
+
+def _hash_files(root: Path, files: Iterable[Path], hashes: Hashes) -> str:
+    """Return the hash of the names below `root` and the contents of files."""
+    listed = [[str(file.relative_to(root)), hashes.sha256(file)] for file in files]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 

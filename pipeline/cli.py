@@ -302,13 +302,13 @@ def _score(args: argparse.Namespace) -> int:
     model = [f"model.path={json.dumps(args.model)}", f"model.revision={json.dumps(args.revision or None)}"]
     model += ["model.architecture=null", "model.lora=null"]
     # A choice of checkpoints may need the teacher whose scores are computed here.
-    others = ["objective={}", "train.keep_best=null", "train.load_best_at_end=false"]
-    others += ["train.early_stopping=null"]
+    selection = ["train.keep_best=null", "train.load_best_at_end=false", "train.early_stopping=null"]
+    others = ["objective={}", *selection]
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
     config = load_config(args.recipe, [*args.overrides, *model, *others])
     if config.model.rope is not None:  # another model keeps its own, also as a live teacher
         trained = load_config(args.recipe, [*args.overrides, *others]).model
-        same = args.model == trained.path or Path(args.model).resolve() == Path(str(trained.path)).resolve()
+        same = Path(args.model).resolve() == Path(str(trained.path)).resolve()
         if not same or args.revision not in (None, trained.revision):
             print(f"{args.model} is not model.path: it is read without model.rope")
             config = load_config(args.recipe, [*args.overrides, *model, "model.rope=null", *others])

@@ -36,7 +36,7 @@ DASHES = {"-": "none", "--": "7.4 3.2", "-.": "12.8 3.2 2 3.2", ":": "2 3.3"}
 SERIES = {"": 0, "mle": 1, "emo": 2, "tailr": 3, "mixce": 4}
 # While Matplotlib draws, #0000XX stands for the CSS variable with index XX. Black is the first.
 VARIABLES = ("muted", "rule", "grey", *(f"s{i + 1}" for i in range(COLOURS)))
-# Their values in files without the page: those of its light mode, with a grey that is easier to see.
+# Colours of figures that are files of their own: those of the page in light mode, with a darker grey.
 LIGHT = dict(zip(VARIABLES, (
     *("#67635b", "#dedad1", "#a8a29e", "#1d1c1a", "#2f6ca8", "#c0711a", "#2f8558", "#b5413a"),
     *("#7558b0", "#12898c", "#b8488f", "#857a14", "#7b4f2e", "#6d9bd1", "#8a8578"),
@@ -188,25 +188,18 @@ def svg(panel: Curves | Cells, label: str, alone: bool) -> Markup:
     Sizes are such that text has at least 10 pixels on a phone. alone: the figure has no other panel.
     """
     scrolls = isinstance(panel, Cells)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no warning about a read-only home
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
-
     look: dict[Any, Any] = {
-        **{"font.size": 10.5 if alone and not scrolls else 9, "svg.fonttype": "none", "svg.hashsalt": label},
-        **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6},
+        **{"font.size": 10.5 if alone and not scrolls else 9, "axes.linewidth": 0.6},
         **{"axes.grid": True, "grid.color": colour("rule"), "grid.linewidth": 0.6},
         **{"axes.formatter.useoffset": False, "text.parse_math": False, "lines.markersize": 4.5},
     }
+    width = 7 if scrolls else 4.6 if alone else 3.5
     nothing = dict.fromkeys(["Date", "Creator", "Format", "Type"])
-    file = io.StringIO()
-    with matplotlib.rc_context(look), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about characters that the font lacks
-        width = 7 if scrolls else 4.6 if alone else 3.5
-        canvas = Canvas((width, panel.inches), layout="constrained")
-        panel.draw(canvas.subplots())
-        canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
-    text = re.sub(r".*?(?=<svg)|<style.*?</style>", "", file.getvalue(), count=2, flags=re.DOTALL)
+    size = (width, panel.inches)
+    drawing = _render(
+        label, look, size, lambda canvas: panel.draw(canvas.subplots()), transparent=True, metadata=nothing
+    )
+    text = re.sub(r".*?(?=<svg)|<style.*?</style>", "", drawing, count=2, flags=re.DOTALL)
 
     def tag(match: re.Match[str]) -> str:
         bare = re.sub(r'(?<=^<g) id="[^"]*"|font-family:[^;]*;|\n', "", match[0])
@@ -218,25 +211,42 @@ def svg(panel: Curves | Cells, label: str, alone: bool) -> Markup:
 
 def svg_file(name: str, size: tuple[float, float], draw: Callable[[Any], None]) -> str:
     """Return a figure as a file of its own. `draw` gets Matplotlib's figure of `size` inches."""
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
-
-    look: dict[Any, Any] = {
-        "svg.hashsalt": name,
-        "svg.fonttype": "none",
-        "font.size": 8,
-        "axes.titlesize": 8.5,
-    }
-    look |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
-    file = io.StringIO()
-    with matplotlib.rc_context(look):
-        canvas = Canvas(size, layout="constrained")
-        draw(canvas)
-        canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    text = file.getvalue()
+    look = {"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left"}
+    text = _render(name, look, size, draw, metadata={"Date": None, "Creator": None})
     for variable, value in LIGHT.items():
         text = text.replace(colour(variable), value)
     return text
+
+
+def _render(
+    name: str,
+    look: dict[Any, Any],
+    size: tuple[float, float],
+    draw: Callable[[Any], None],
+    **options: Any,
+) -> str:
+    """Return what `draw` draws as SVG, the same bytes each time.
+
+    Args:
+        name: Unique among the figures of a page.
+        look: Matplotlib's settings besides those that all figures share.
+        size: Width and height in inches.
+        draw: Gets Matplotlib's figure.
+        options: Options of Matplotlib's `savefig`.
+    """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no warning about a read-only home
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    shared: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": name}
+    shared |= {"axes.spines.top": False, "axes.spines.right": False}
+    file = io.StringIO()
+    with matplotlib.rc_context(shared | look), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about characters that the font lacks
+        canvas = Canvas(size, layout="constrained")
+        draw(canvas)
+        canvas.savefig(file, format="svg", **options)
+    return file.getvalue()
 
 
 def mean_points(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:

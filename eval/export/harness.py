@@ -95,11 +95,7 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     value |= {"versions": {}, "n-shot": {}, "higher_is_better": {}}
 
     def entry(name: str, alias: str, result: TaskResult, accuracy: ExportedAccuracy) -> dict[str, Any]:
-        if name in value["results"]:
-            raise UserError(
-                f"{model.name}: two tasks or groups would have the name {name}. Rename a task file.",
-                code="same-name",
-            )
+        _require_free_name(value, model, name)
         stderr = "N/A" if accuracy.stderr is None else accuracy.stderr
         numbers = {"name": name, "alias": alias, "sample_len": accuracy.n}
         value["results"][name] = numbers | {f"acc,{FILTER}": accuracy.value, f"acc_stderr,{FILTER}": stderr}
@@ -135,12 +131,18 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     }
 
 
+def _require_free_name(value: dict[str, Any], model: Model, name: str) -> None:
+    """Raise UserError if a task or group in `value` has the name."""
+    if name in value["results"]:
+        problem = f"{model.name}: two tasks or groups would have the name {name}"
+        cure = "Rename a task file, or evaluate a task of lm-eval in another directory"
+        raise UserError(f"{problem}. {cure}.", code="same-name")
+
+
 def _add_foreign(value: dict[str, Any], model: Model, task: str, result: TaskResult) -> None:
     """Add the numbers that lm-eval computed itself, under its name of the task."""
     name = result["title"]
-    if name in value["results"]:
-        problem = f"two tasks would have the name {name} in lm-eval's format"
-        raise UserError(f"{problem}; evaluate one of them in another directory", code="same-name")
+    _require_free_name(value, model, name)
     value["results"][name] = {"name": name, "alias": name, "sample_len": result["n"], **result["metrics"]}
     value["versions"][name] = result["version"]
     value["n-shot"][name] = result["shots"]

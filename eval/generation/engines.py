@@ -110,14 +110,14 @@ class Transformers:
             pad_token_id=min(ends, default=0),
         )  # fmt: skip
         texts = []
-        for request in requests:
-            prompt = torch.tensor([list(request.prompt)], device=model.device)
-            mask = torch.ones_like(prompt)
-            with plain_settings(model), torch.inference_mode():
+        with plain_settings(model), torch.inference_mode():
+            for request in requests:
+                prompt = torch.tensor([list(request.prompt)], device=model.device)
+                mask = torch.ones_like(prompt)
                 output = model.generate(prompt, attention_mask=mask, generation_config=settings)
-            ids = output[0, prompt.shape[1] :].tolist()
-            texts.append((ids, bool(ids) and ids[-1] in ends))
-            progress(1)
+                ids = output[0, prompt.shape[1] :].tolist()
+                texts.append((ids, bool(ids) and ids[-1] in ends))
+                progress(1)
         return texts
 
 

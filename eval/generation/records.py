@@ -113,8 +113,8 @@ class Generation(TextJob):
         about |= self.engine.decoding_identity
         about["decoding"]["name"] = self.decoding.name
         about |= {"tokens": self.tokens, "samples": self.samples, "seeds": seeds}
-        about |= {"prefixes": len(self.prompts), "records": len(records)}
-        about |= {"prefix_texts": store.digest_json(list(self.prefixes.texts))}
+        about |= {"prefixes": len(self.prompts), "prefix_texts": store.digest_json(self.prefixes.texts)}
+        about |= {"records": len(records)}
         lines = [json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records]
         store.replace(self.directory / RECORDS, "".join(lines))
         if self.decoding == UNBIASED:

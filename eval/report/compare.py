@@ -246,7 +246,7 @@ class Verdict(NamedTuple):
 
     regressions: list[str]  # a sentence each
     summary: str
-    missing: list[str]  # tasks without a usable result of both
+    missing: list[str]  # tasks without a usable result of both, and limits that no result can exceed
     uneven: str = ""  # tasks whose prompts lost more to the context of one of the models
 
 
@@ -265,7 +265,8 @@ def gate(verdicts: Sequence[Verdict]) -> int:
         return ExitCode.REGRESSION
     if missing := ", ".join(task for verdict in verdicts for task in verdict.missing):
         raise UserError(
-            f"no verdict: missing {missing}. Evaluate both models on the same tasks.", code="no-verdict"
+            f"no verdict: missing {missing}. Evaluate both models on the same tasks, or name others.",
+            code="no-verdict",
         )
     return ExitCode.DONE
 
@@ -325,9 +326,6 @@ def find_regression(
         for task in sort_tasks(expected - {*model.results, *model.measures})
     ]
     untested = sorted((a.measures.keys() & b.measures.keys()) - comparison.measures.keys())
-    missing += [f"a test of {task}" for task in untested if task in only]
-    if max_drop is not None and mean is None:
-        missing.append("an accuracy for --max_drop")
     count = len(comparison.tasks) + len(comparison.measures)
     summary = f"{b.name} against {a.name} on {counted(count, 'task')}: {text}; {verdict}"
     if comparison.warning:
@@ -336,6 +334,9 @@ def find_regression(
         summary += f"; not tested, because the metric is not a mean over rows: {', '.join(untested)}"
     if missing:
         summary += f"; not compared, because a result is missing: {', '.join(missing)}"
+    missing += [f"a test of {task}" for task in untested if task in only]
+    if max_drop is not None and mean is None:
+        missing.append("an accuracy for --max_drop")
     return Verdict(reasons, summary, missing, "; ".join(comparison.uneven.values()))
 
 

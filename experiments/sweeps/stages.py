@@ -31,10 +31,12 @@ from emo.pipeline.model.objective.config import TeacherConfig
 from .code import code_digest, find_plugin_sources
 
 Origin = dict[str, object]  # JSON values that decide a result, by dotted key
-# Free keys that change the reported numbers, always or if the validations choose the model
-REPORTED = {"train.eval_rows", "train.mixture_from", "train.kl_from_base", "train.early_stopping"}
-REPORTED |= {"train.load_best_at_end"}
-CHOOSING = {"train.keep_best", "train.eval_steps"}
+# Free keys that change the reported numbers.
+REPORTED = {
+    *("train.eval_rows", "train.mixture_from", "train.kl_from_base", "train.early_stopping"),
+    "train.load_best_at_end",
+}
+CHOOSING = {"train.keep_best", "train.eval_steps"}  # these also do if validations choose the model
 MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".model")
 COMMAND_SUFFIXES = (".yaml", ".yml", ".py", ".sh")  # files that instruct a command
 EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)

@@ -168,8 +168,8 @@ class Sweep:
         axis = self.experiment.compare.axis
         label = self.experiment.compare.baseline
         runs = sorted(self.reported(), key=lambda run: run.labels[axis] != label)  # baselines first
-        baselines = {self._unit(run): run for run in runs if run.labels[axis] == label}
-        return [RunTask(run, self.stages(run, baselines[self._unit(run)])) for run in runs]
+        baselines = {self._shared_labels(run): run for run in runs if run.labels[axis] == label}
+        return [RunTask(run, self.stages(run, baselines[self._shared_labels(run)])) for run in runs]
 
     def _trial_tasks(self) -> list[RunTask]:
         by = self.experiment.choose.by if self.experiment.choose else VALIDATION
@@ -291,13 +291,13 @@ class Sweep:
         baselines: dict[Labels, list[RunSpec]] = {}
         for run in self.runs:
             if run.labels[axis] == self.experiment.compare.baseline:
-                baselines.setdefault(self._unit(run), []).append(run)
+                baselines.setdefault(self._shared_labels(run), []).append(run)
         for run in self.runs:
             yield from self.stages(run)
-            for baseline in baselines.get(self._unit(run), []):
+            for baseline in baselines.get(self._shared_labels(run), []):
                 yield from self.stages(run, baseline)
 
-    def _unit(self, run: RunSpec) -> Labels:
+    def _shared_labels(self, run: RunSpec) -> Labels:
         """Return the labels that a run has in common with its baseline."""
         choose = self.experiment.choose
         axis = self.experiment.compare.axis

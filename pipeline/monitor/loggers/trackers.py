@@ -54,7 +54,7 @@ class WeightsAndBiases(Logger):
         except wandb.errors.Error as error:
             problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
             raise UserError(f"{problem}. Set WANDB_API_KEY, or WANDB_MODE=offline", code="tracking") from None
-        self._groups: set[str] = set()  # whose axis is defined
+        self._last: dict[str, float] = {}  # last logged step of each group, -1 before the first
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         """Log a record with its own step, because W&B also counts the results that `emo export` adds.
@@ -62,12 +62,13 @@ class WeightsAndBiases(Logger):
         Records that a resumed run repeats are left out.
         """
         group = next(iter(values)).partition("/")[0]
-        if group not in self._groups:
+        if group not in self._last:
             self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
-            self._groups.add(group)
-        last = number(self._run.summary.get(f"{group}/step"))
-        if last is None or step > last:
+            last = number(self._run.summary.get(f"{group}/step"))
+            self._last[group] = -1 if last is None else last
+        if step > self._last[group]:
             self._run.log({**values, f"{group}/step": step})
+            self._last[group] = step
 
     def close(self) -> None:
         self._run.finish()
