@@ -85,7 +85,7 @@ def _train(watch: SignalWatch, argv: list[str] | None) -> int:
         with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
             from emo.pipeline.control import world as ranks
             from emo.pipeline.engine.start import start_world
-            from emo.pipeline.trainer import Outcome, Trainer
+            from emo.pipeline.trainer import Trainer
 
         started = time.perf_counter()
         finished = False
@@ -96,7 +96,7 @@ def _train(watch: SignalWatch, argv: list[str] | None) -> int:
             event = {"event_fields": {"event": "stopped", "reason": reason}}
             log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra=event)
         else:
-            finished = Trainer(config, world, watch, console).run(STARTING.close) is Outcome.FINISHED
+            finished = Trainer(config, world, watch, console).run(STARTING.close)
         log.info("this launch took %s", duration(time.perf_counter() - started))
         ranks.end_world()
         return ExitCode.DONE if finished else ExitCode.STOPPED
@@ -119,6 +119,8 @@ def _dry_run(config: RunConfig, ranks: int | None) -> None:
 
         from emo.pipeline.planning.plan import print_plan
 
+        if ranks is not None and ranks < 1:
+            raise UserError("--ranks must be a whole number from 1", code="option-value")
         count = ranks or int(os.environ.get("WORLD_SIZE") or get_accelerator().device_count() or 1)
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(count))
         print_plan(config, count, here=ranks is None)

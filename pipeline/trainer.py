@@ -20,7 +20,6 @@ import logging
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +92,6 @@ from .planning.plan import predict_step
 log = logging.getLogger(__name__)
 
 
-class Outcome(Enum):
-    """How a launch of a run ended."""
-
-    FINISHED = "finished"
-    STOPPED = "stopped"
-
-
 class Trainer:
     """Starts or resumes one run. All ranks create one and call `run`."""
 
@@ -120,8 +112,10 @@ class Trainer:
         self.watch = watch
         self.console = console
 
-    def run(self, on_start: Callable[[], None] = lambda: None) -> Outcome:
-        """Train until the run is finished or asked to stop. Calls `on_start` before the first step.
+    def run(self, on_start: Callable[[], None] = lambda: None) -> bool:
+        """Train until the run is finished or asked to stop. Return whether it is finished.
+
+        Calls `on_start` before the first step.
 
         Raises UserError, on all ranks, for a mistake in the input or a run directory that is in use.
         """
@@ -130,7 +124,7 @@ class Trainer:
             event = {"event": "finished", "export": str(export)}
             line = "%s is finished: its export is in export/"
             log.info(line, self.config.output_dir, extra={"event_fields": event})
-            return Outcome.FINISHED
+            return True
         self.lock = RunLock(self.config.output_dir, self.world.is_main)
         self.launch = Launch(self.config.output_dir, self.console, self.world.is_main)
         ended = "failed"
@@ -139,9 +133,9 @@ class Trainer:
             self.open_run()
             opened = True
             self.console.open(self.config.output_dir, self.world.is_main)
-            outcome = self._train(on_start)
-            ended = outcome.value
-            return outcome
+            finished = self._train(on_start)
+            ended = "finished" if finished else "stopped"
+            return finished
         except Exception as error:
             self.launch.reason = one_line(error)
             if opened and lost_a_peer(error):
@@ -155,20 +149,20 @@ class Trainer:
             self.launch.record_end(ended, self.lock.step)
             self.lock.release(ended)
 
-    def _train(self, on_start: Callable[[], None]) -> Outcome:
+    def _train(self, on_start: Callable[[], None]) -> bool:
         saved = self.set_up()
         if self._stop_requested_before_first_step():
-            return Outcome.STOPPED
+            return False
         self.start(saved)
         if self.state.step == 0:
             self.validate()
             if self._stop_requested_before_first_step():
                 self.metrics.close()
-                return Outcome.STOPPED
+                return False
         on_start()
-        outcome = self.fit()
-        self.finish(outcome)
-        return outcome
+        finished = self.fit()
+        self.finish(finished)
+        return finished
 
     # Opening the run directory
 
@@ -371,8 +365,8 @@ class Trainer:
 
     # The loop
 
-    def fit(self) -> Outcome:
-        """Take steps until the run is finished or some rank is asked to stop."""
+    def fit(self) -> bool:
+        """Take steps until the run is finished or a rank is asked to stop. Return whether it is finished."""
         state = self.state
         for component in self.components:
             component.before_training(state)
@@ -401,7 +395,7 @@ class Trainer:
             if stopped or ended or improved or state.is_due(self.config.train.save_steps):
                 self.save(samples=not stopped)
             if stopped:
-                return Outcome.STOPPED
+                return False
         self.metrics.record_rest(state)
         # A score of a task that arrived during the last save may have ended the run between validations.
         if (
@@ -410,7 +404,7 @@ class Trainer:
             and not state.is_due(self.config.train.eval_steps)
         ):
             self.validate()
-        return Outcome.FINISHED
+        return True
 
     def _next_batch(self) -> StepBatch:
         """Return the batch of the next step: rows of the data, or what the model writes after prompts."""
@@ -488,9 +482,8 @@ class Trainer:
 
     # Finishing
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, finished: bool) -> None:
         """Wait for the last checkpoint; export the model of a run that is finished."""
-        finished = outcome is Outcome.FINISHED
         step = self.state.step
         tokens = self.state.tokens
         self.loader.close()

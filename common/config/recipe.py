@@ -215,9 +215,12 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
     return _merge(_read_tree(target, (*before, path.resolve()), noun), tree)
 
 
-def read_written(path: Path) -> Any:
-    """Read YAML that a program wrote. Raises OSError or ValueError."""
-    return _load_yaml(read_bytes(path, WRITTEN_BYTES))
+def read_written(path: Path) -> dict[str, Any]:
+    """Read a mapping that a program wrote as YAML. Raises OSError or ValueError."""
+    tree = _load_yaml(read_bytes(path, WRITTEN_BYTES))
+    if not isinstance(tree, dict):
+        raise ValueError("it has no keys")
+    return tree
 
 
 def _load_yaml(content: bytes | str) -> Any:

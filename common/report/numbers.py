@@ -114,6 +114,9 @@ def describe_effects(effects: Sequence[Effect], verbs: Verbs, unit: str, form: s
         elif group:
             clauses.append(f"{join_words([e.label for e in group])} {verbs[0][len(group) > 1]}")
     for e in (e for e in effects if e not in known):
+        if e.value == 0:
+            clauses.append(f"{e.label} {verbs[0][0]}")
+            continue
         verb = verbs[1 if e.value > 0 else -1][0]
         clauses.append(f"{e.label} {verb} by {formatted(abs(e.value), form)} {unit} (no interval)")
     return ", and ".join(clauses)

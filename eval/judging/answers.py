@@ -5,7 +5,8 @@ Answers are generated in chunks that processes share, or read from files.
 OUT/store/KEY/                                    chunks and leases, as for tasks
 OUT/models/NAME/answers/QUESTIONS-DECODING/
     model_outputs.json    [{"dataset", "instruction", "output", "generator", ...}]
-    about.json            model, template, engine, decoding, numbers of empty and cut-off answers
+    about.json            model, template, engine, decoding, numbers of empty and cut-off answers, mean words,
+                          and ROUGE against the answers in the file of questions
 
 Files of questions, answers, verdicts and replies are a JSON array or JSON lines, maybe .zst.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from emo.common.errors import UserError
@@ -22,6 +24,7 @@ from emo.data_prep.config import VERSIONS, by_chat_template
 from emo.data_prep.encoding.chat_templates import BUILT_IN, RefusedError
 from emo.data_prep.encoding.templates import Conversation, Exchange, render
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
+from emo.data_prep.selection.similarity.grams import units
 
 from ..generation.decoding import Decoding, Request
 from ..generation.engines import TextJob, Transformers
@@ -68,12 +71,13 @@ def require_unique(ids: Iterable[str], subject: str) -> None:
 
 
 class Question(NamedTuple):
-    """id: from the file, or "". input: text that the instruction refers to, often empty."""
+    """id: from the file, or "". input: text that the instruction refers to. output: a known answer, or ""."""
 
     id: str
     instruction: str
     input: str = ""
     dataset: str = ""
+    output: str = ""
 
     @property
     def text(self) -> str:
@@ -109,17 +113,25 @@ def answer_of(row: FileRow, name: str = "output") -> str:
 
 
 def read_questions(source: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
-    """Return the name and the questions of a set in SETS or a file, at most `limit`, evenly spaced."""
+    """Return the name and the questions of a set in SETS or a file, at most `limit`, evenly spaced.
+
+    Only the questions of a file have the answers in its rows: the named sets have those of another model.
+    """
     path = Path(source)
     name = Path(source).name.split(".")[0]
-    if source in SETS:
+    named = source in SETS
+    if named:
         path = _find_set(source, data)
         name = source
     elif not path.is_file():
         raise UserError(
             f"--questions {source} is neither a file nor one of {', '.join(SETS)}", code="option-value"
         )
-    questions = [question_of(row, *INSTRUCTION, dataset=name) for row in read_json_rows(path)]
+    rows = read_json_rows(path)
+    questions = [question_of(row, *INSTRUCTION, dataset=name) for row in rows]
+    if not named and all(isinstance(row.get("output"), str) for row in rows):
+        pairs = zip(questions, rows, strict=True)
+        questions = [question._replace(output=answer_of(row)) for question, row in pairs]
     if empty := [i for i, question in enumerate(questions, start=1) if not question.instruction.strip()]:
         raise UserError(f"{path} row {empty[0]}: the instruction is empty", code="question")
     ids = [q.id for q in questions if q.id]
@@ -279,10 +291,23 @@ class Answering(TextJob):
         about: Record = {"model": model.name, "path": model.source, "questions": self.name}
         store.replace(self.directory / OUTPUTS, store.dump(rows))
         about |= {"template": self.template, **settings, "answers": len(rows), **counts}
+        measures = self._compare(rows) | {"words": fmean(len(units(row["output"])) for row in rows)}
+        about |= measures
+        values = ", ".join(f"{name} {value:.3g}" for name, value in measures.items())
+        say(f"{model.name} {self.name}: {values}")
         for name, remark in REMARKS.items():
             if counts[name]:
                 say(f"{model.name}: {counts[name]} of {len(rows)} answers {remark}")
-        self.write_about(len(rows), about, ("path", "answers", *counts), say)
+        self.write_about(len(rows), about, ("path", "answers", *counts, *measures), say)
+
+    def _compare(self, rows: list[Record]) -> dict[str, float]:
+        """Return the mean ROUGE of the answers against those in the file of questions, if it has any."""
+        if not all(question.output for question in self.questions):
+            return {}
+        from ..generation.quality import rouge
+
+        pairs = [(row["output"], q.output) for row, q in zip(rows, self.questions, strict=True)]
+        return {name: fmean(values) for name, values in rouge(pairs).items()}
 
     def prepare(self, row: int) -> tuple[Record, list[Request]]:
         """Return the request of a question, if the context has room for an answer."""

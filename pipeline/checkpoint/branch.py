@@ -9,7 +9,6 @@ import re
 import tempfile
 from pathlib import Path
 
-from emo.common.config.recipe import read_written
 from emo.common.errors import UserError
 from emo.common.io.files import write_text
 
@@ -18,7 +17,7 @@ from ..config import RunConfig, TrainConfig
 from ..control.run_dir import CONFIG, TRUNK, checkpoints, step_directory
 from ..control.world import World, raise_on_all_ranks
 from ..engine.schedule import ScheduleConfig, lr_at
-from .claims import IDENTITY, compare_keys
+from .claims import IDENTITY, compare_keys, read_recorded
 from .copies import RunCopy
 from .identity import Identity, check_unchanged
 from .saver import Saved, fetch, remove
@@ -63,7 +62,7 @@ def check_branch(config: RunConfig, identity: Identity, rows: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / CONFIG
         file.write_bytes(content)
-        recorded = dict(read_written(file))
+        recorded = read_recorded(file)
     compare_keys(trunk.target, recorded, step, config, BRANCH_KEYS)
     check_unchanged(trunk.target, recorded.get(IDENTITY), identity)
     _check_rate(f"{trunk.target}/{name}", TrainConfig.model_validate(recorded["train"]), step, rows)

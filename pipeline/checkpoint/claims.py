@@ -5,7 +5,6 @@ This module imports no large library, so that `emo train` can answer before it s
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import yaml
 
 from emo.common.config.recipe import FREE, format_value, marked, read_written
-from emo.common.errors import UserError
+from emo.common.errors import UserError, one_line
 
 from ..config import RunConfig, dump_config
 from ..control.run_dir import CONFIG, checkpoints, step_of
@@ -26,12 +25,22 @@ NEW_DIRECTORY = "or set output_dir, and train.copy_to if it is set, to a new dir
 
 def check_keys(config: RunConfig) -> None:
     """Raise UserError if the run directory was started with other keys. Does nothing if it cannot be read."""
-    recorded: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    try:
         recorded = read_written(config.output_dir / CONFIG)
-    if isinstance(recorded, dict):
-        newest = max(map(step_of, checkpoints(config.output_dir)), default=0)
-        compare_keys(config.output_dir, recorded, newest, config)
+    except (OSError, ValueError):
+        return
+    newest = max(map(step_of, checkpoints(config.output_dir)), default=0)
+    compare_keys(config.output_dir, recorded, newest, config)
+
+
+def read_recorded(file: Path) -> dict[str, Any]:
+    """Return the config.yaml of a run. Raises UserError if it is damaged."""
+    try:
+        return read_written(file)
+    except ValueError as error:
+        raise UserError(
+            f"{file} is damaged ({one_line(error, 120)}). Restore it, {NEW_DIRECTORY}", code="run-config"
+        ) from None
 
 
 def compare_keys(

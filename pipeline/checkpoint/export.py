@@ -77,7 +77,7 @@ def _read_config(run_dir: Path) -> RunConfig:
     try:
         tree = read_written(run_dir / CONFIG)
         keys = {key: value for key, value in tree.items() if key not in (IDENTITY, MIXTURES)}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         problem = f"{run_dir / CONFIG} cannot be read ({one_line(error, 120)})"
         raise UserError(f"{problem}. Copy it next to the checkpoint", code="run-config") from None
     return parse_section(RunConfig, keys | {"output_dir": str(run_dir)}, "")

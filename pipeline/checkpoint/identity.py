@@ -30,7 +30,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from emo.common.config.objective_names import registered_objectives
-from emo.common.config.recipe import dump_recipe, format_value, read_written
+from emo.common.config.recipe import dump_recipe, format_value
 from emo.common.errors import UserError
 from emo.common.io.files import sha256, write_text
 from emo.common.provenance import REPOSITORY
@@ -44,7 +44,7 @@ from ..control.run_dir import CONFIG, TRUNK, checkpoints, step_of
 from ..engine.ds_config import decisive_settings
 from ..loss.objectives import OBJECTIVES, Objective
 from ..model.adapters import hash_adapter
-from .claims import IDENTITY, MIXTURES, NEW_DIRECTORY, compare_keys, iterate_changes
+from .claims import IDENTITY, MIXTURES, NEW_DIRECTORY, compare_keys, iterate_changes, read_recorded
 
 Identity = dict[str, object]  # part -> JSON value
 
@@ -177,7 +177,7 @@ def check_config_file(
         config: The recipe.
         identity: What this run has read.
     """
-    recorded = dict(read_written(file))
+    recorded = read_recorded(file)
     compare_keys(where, recorded, newest, config)
     check_unchanged(where, recorded.get(IDENTITY), identity)
 
@@ -232,7 +232,7 @@ def _recorded_mixtures(config: RunConfig) -> list[MixtureStart]:
         path = config.output_dir / TRUNK
     if not path.is_file():
         return []
-    tree = dict(read_written(path))
+    tree = read_recorded(path)
     entries = tree.get(MIXTURES) or [{"step": 0, "mixture": tree["train"].get("mixture")}]
     pairs = ((entry["step"], entry["mixture"]) for entry in entries)
     return [MixtureStart(step, None if m is None else MixtureConfig.model_validate(m)) for step, m in pairs]

@@ -148,8 +148,8 @@ def model_card(export: Path, name: str) -> str:
     config: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         info = read_export_info(export)
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        config = dict(read_written(run_dir / layout.CONFIG))
+    with contextlib.suppress(OSError, ValueError):
+        config = read_written(run_dir / layout.CONFIG)
     origin = str(info.get("origin") or config.get("model", {}).get("path") or "")
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if HUB_ID.fullmatch(origin) and not Path(origin).exists():

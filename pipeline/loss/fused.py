@@ -412,20 +412,6 @@ def logits_loss(
         )
 
 
-@torch.no_grad()
-def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: Spec) -> Tensor:
-    """Return -log p of every label [...] in nats, 0 for ignored ones, float32 (float64).
-
-    hidden is [..., H], weight [V, H] of the same dtype, bias [V]. `spec` has soft cap, scale and budget.
-    """
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    _check_head_inputs(flat, weight, labels, spec, None)
-    out = torch.zeros(labels.numel(), dtype=statistics_dtype(hidden.dtype), device=hidden.device)
-    for positions, _, tokens in run_chunks(flat, weight, bias, labels, spec, False):
-        out[positions] = tokens.nll
-    return out.view(labels.shape)
-
-
 GradientFlags = tuple[
     bool, bool, bool
 ]  # gradients that autograd needs: hidden states or logits, weight, bias

@@ -8,13 +8,6 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from emo.common.config.recipe import FREE, Section, mark
 
-LOGGER_PACKAGES = {  # what a logger needs to have installed
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-}
-
 
 class ProfileConfig(Section):
     """Steps that torch.profiler records in `profile/` of the run directory, with the memory of GPUs."""

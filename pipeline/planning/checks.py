@@ -48,7 +48,6 @@ from ..model.objective.config import COSTS
 from ..model.readers import check_exported_tokenizer
 from ..model.rope import check_rope
 from ..model.teacher import check_teacher, check_teacher_storage
-from ..monitor.config import LOGGER_PACKAGES
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +188,7 @@ def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, D
     ds_config = resolve_deepspeed(config, batch)
     if here:
         check_deepspeed_host(ds_config)
-        for package in filter(None, map(LOGGER_PACKAGES.get, train.report_to)):
+        for package in train.report_to:  # each has the name of its package
             if importlib.util.find_spec(package) is None:
                 cure = f"pip install {package}, or leave it out"
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")

@@ -7,6 +7,7 @@ divergences from that model as a teacher.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import time
@@ -27,7 +28,6 @@ from emo.data_prep.shards.format import TokenDataset, open_prepared
 from ..config import RunConfig
 from ..engine.device.devices import check_gpus, on_gpu, usable_attention
 from ..loss import Teacher, fuse_model, get_objective, probe_model
-from ..loss.fused import token_nll
 from ..model.build import check_fits, load_pretrained, model_config
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ def _load_model(config: RunConfig, attn: str) -> Any:
         model.cuda()
     fuse_model(model, get_objective("mle"))
     probe_model(model)
+    head = model.get_output_embeddings()
+    head.spec = dataclasses.replace(head.spec, by_token=True)
     return model
 
 
@@ -118,7 +120,7 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: 
             labels[:, :-1] = torch.where(continues, inputs["input_ids"][:, 1:], IGNORE)
             hidden = model.compute_hidden(labels.numel(), dict(inputs))
             if top_k is None:
-                result = -token_nll(hidden, head.weight, head.bias, labels, head.spec).float().cpu().numpy()
+                result = -head(hidden, labels).by_token[1].view(labels.shape).float().cpu().numpy()
             else:
                 result = _most_likely(hidden, head, labels != IGNORE, top_k, vocab_size)
             if not np.isfinite(result if top_k is None else result["log_p"]).all():

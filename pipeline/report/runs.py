@@ -53,8 +53,8 @@ class RecordedRun:
         self.config: Record = {}
         try:
             written = read_written(path / CONFIG)
-            self.config = {key: value for key, value in dict(written).items() if value is not None}
-        except (OSError, ValueError, TypeError):
+            self.config = {key: value for key, value in written.items() if value is not None}
+        except (OSError, ValueError):
             self.remarks.append(f"{self.path / CONFIG} is missing or cannot be read.")
         self.records = self._read_lines(METRICS)
         if not self.records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -40,13 +41,19 @@ ACCELERATORS = {
 
 
 def accelerator(name: str) -> Accelerator | None:
-    """Return the GPU with a driver's device name such as "NVIDIA A100-SXM4-80GB", or None."""
-    match = None
+    """Return the GPU with a driver's device name such as "NVIDIA A100-SXM4-80GB", or None.
+
+    If the name does not state the memory, the GPU with the largest memory of its kind is returned.
+    """
+    matches = {}
     for kind, gpu in ACCELERATORS.items():
-        letters = re.sub(r"(?<=[A-Z])(?=\d)", " ?", kind.split("-")[0])  # "RTX 4090", "A100"
+        letters, memory = kind.split("-")
+        letters = re.sub(r"(?<=[A-Z])(?=\d)", " ?", letters)  # "RTX 4090", "A100"
         if re.search(rf"{letters}(?!\d)", name.upper()):
-            match = gpu
-    return match
+            matches[memory] = gpu
+    stated = [gpu for memory, gpu in matches.items() if f"{memory}B" in name.upper()]
+    known = stated or [*matches.values()]
+    return known[-1] if known else None
 
 
 def describe_time_source(stage: int, gpu: Accelerator) -> str:
@@ -82,10 +89,12 @@ def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
     """
     count, _, kind = text.replace(" ", "").lower().partition("x")
     kinds = [name for name in ACCELERATORS if name.lower() == kind or name.lower().split("-")[0] == kind]
-    if not count.isdigit() or int(count) < 1 or not kinds:
+    if not count.isdecimal() or int(count) < 1 or not kinds:
         form = "is not a known cluster. Set NUMBERxKIND, for example 8xA100-80G"
         raise UserError(f"--gpus {text} {form}. Kinds: {', '.join(ACCELERATORS)}", code="gpus")
     if len(kinds) > 1:
         forms = " or ".join(f"{count}x{name}" for name in kinds)
         raise UserError(f"--gpus {text} does not specify the memory. Set {forms}", code="gpus")
+    if not 0 < network_gbit < math.inf:
+        raise UserError(f"--network must be a positive number, not {network_gbit}", code="option-value")
     return Cluster(int(count), kinds[0], network_gbit / 8)

@@ -177,6 +177,10 @@ def test_checkpoints_without_config_yaml_are_rejected(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {})
     with refused("config-missing"):
         identity.check_run_dir(config(tmp_path), DATA)
+    for damaged in ("", "data: {", "- 1"):
+        (tmp_path / CONFIG).write_text(damaged)
+        with refused("run-config"):
+            identity.check_run_dir(config(tmp_path), DATA)
 
 
 def write_checkpoint(run_dir: Path, state: dict) -> Path:

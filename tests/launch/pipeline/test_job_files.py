@@ -250,7 +250,7 @@ def test_two_runs_share_a_namespace(rendered: dict[str, list[Document]]) -> None
     assert instances == ["emo", "second-emo"]
 
 
-@pytest.mark.parametrize("kind", ["emo-prepare", "emo-train", "emo-watch", "emo-evaluate", "emo-eval"])
+@pytest.mark.parametrize("kind", ["emo-prepare", "emo-train", "emo-evaluate", "emo-eval"])
 def test_pods_get_the_options_of_their_settings(
     rendered: dict[str, list[Document]], tmp_path: Path, kind: str
 ) -> None:

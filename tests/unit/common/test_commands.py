@@ -117,6 +117,8 @@ RECIPE = "launch/recipes/quickstart-pretrain.yaml"
         ("prepare R --num_proc 8", "--workers N"),
         ("plan R --gpus 8xB200", "H100-80G"),
         ("plan R --gpus 8xA100", "8xA100-80G"),
+        ("plan R --gpus 8xH100 --network 0", "positive"),
+        ("train R --dry_run --ranks -2", "from 1"),
         ("plan R --gpus y --bst a=1", "--best"),
         ("report x --out y", "does not exist"),
         ("eval --model x --data y --tasks hellaswag", "emo tasks"),

@@ -113,3 +113,6 @@ def test_many_effects_without_intervals_are_counted() -> None:
     text = describe_effects([*effects, known], COMPARED, "points")
     assert text.startswith("1 ") and "6 without an interval" in text and "Best: g" in text
     assert describe_effects(effects, COMPARED, "points").startswith("6 without an interval")
+    assert describe_effects(effects[:2], COMPARED, "points") == (
+        "a shows no clear difference, and b is better by 1.0 points (no interval)"
+    )

@@ -361,6 +361,24 @@ def test_answers_equal_greedy_decoding_in_the_format_of_alpaca_eval(world: Path,
     assert rows[1]["output"] == whole[len(before) :].strip()
 
 
+def test_answers_are_compared_with_those_in_the_file_of_questions(world: Path, tmp_path: Path) -> None:
+    """ROUGE against the model's own answers is 1, against other words 0, and without answers it is absent."""
+
+    def measure(name: str, known: list[str]) -> dict[str, Any]:
+        rows = [q | {"output": text} for q, text in zip(QUESTIONS, known, strict=False)]
+        file = write_lines(tmp_path / f"{name}.jsonl", rows)
+        assert answer(world, tmp_path, "--questions", file, "--max_new_tokens", 6)[0] == 0
+        about = tmp_path / "models" / "tuned" / "answers" / f"{name}-greedy" / "about.json"
+        return json.loads(about.read_text())
+
+    assert answer(world, tmp_path, "--max_new_tokens", 6)[0] == 0
+    own = [row["output"] for row in outputs(tmp_path)]
+    same, other = measure("own", own), measure("other", ["zebra"] * len(own))
+    one_empty = measure("empty", ["", *own[1:]])
+    assert same["rouge1"] == same["rougeL"] == 1 and other["rouge1"] == 0 and "rouge1" not in one_empty
+    assert same["words"] == pytest.approx(sum(len(text.split()) for text in own) / len(own), rel=0.2)
+
+
 def test_templates_are_found_and_mismatches_are_reported(world: Path, tmp_path: Path) -> None:
     def choose(path: Path, template: str) -> tuple[str, int]:
         messages: list[str] = []

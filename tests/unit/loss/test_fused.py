@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from emo.pipeline.loss import Teacher, weighted_sum
 from emo.pipeline.loss.cost import CostEmbedding, plan_tokens
-from emo.pipeline.loss.fused import fused_linear_loss, quantile, token_nll
+from emo.pipeline.loss.fused import fused_linear_loss, quantile
 from emo.pipeline.loss.models.head import FusedHead, fuse_head
 from tests.helpers.loss_reference import (
     assert_agree,
@@ -201,7 +201,6 @@ def test_losses_by_token(name: str) -> None:
     sums = head(h, labels)
     assert not sums.by_token[:, labels == -100].any() and bool(sums.by_token[1, labels != -100].all())
     torch.testing.assert_close(sums.by_token.sum(1), torch.stack((sums.loss.detach(), sums.nll)))
-    torch.testing.assert_close(sums.by_token[1], token_nll(h, head.weight, None, labels, head.spec))
 
 
 def test_histogram_of_the_fused_loss() -> None:

@@ -23,7 +23,7 @@ from emo.data_prep.config import load_data_config
 from emo.pipeline.batches.order import MixedOrder
 from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.engine.device.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
+from emo.pipeline.engine.device.hardware import ACCELERATORS, GIB, USABLE, Cluster, accelerator, parse_cluster
 from emo.pipeline.model.adapters import add_lora
 from emo.pipeline.model.build import load_pretrained
 from emo.pipeline.model.config import LoraConfig, ModelConfig
@@ -234,7 +234,9 @@ def test_a_plan_prints_brackets(capsys: pytest.CaptureFixture[str]) -> None:
 def test_gpus_are_parsed_before_any_library_is_imported() -> None:
     """The memory is optional for a kind of GPU that has only one size."""
     assert parse_cluster("8xH100") == parse_cluster("8xh100-80g") == Cluster(8, "H100-80G")
-    for text in ("8xA100", "8xB300", "H100", "0xH100"):
+    assert accelerator("NVIDIA A100-SXM4-40GB") == ACCELERATORS["A100-40G"]
+    assert accelerator("NVIDIA A100 PCIe") == ACCELERATORS["A100-80G"] and accelerator("NVIDIA T4") is None
+    for text in ("8xA100", "8xB300", "H100", "0xH100", "²xH100"):
         with refused("gpus"):
             parse_cluster(text)
     script = "import sys; from emo.pipeline.cli import main; code = main(sys.argv[1:]); "
