@@ -485,7 +485,8 @@ def _dispatch(args: argparse.Namespace) -> int:
         # Memory that other processes use on the GPU may become free.
         if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
             raise
+        advice = "Lower --batch_size, or run" if hasattr(args, "batch_size") else "Run"
         raise FailureError(
-            f"out of memory ({one_line(error, 120)}). Lower --batch_size, or run the same command again.",
+            f"out of memory ({one_line(error, 120)}). {advice} the same command again.",
             code="out-of-memory",
         ) from error

@@ -161,10 +161,11 @@ def text_ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: bool) -> 
     """Return the ids of a text as in training rows: BOS if the tokenizer adds one, then its tokens.
 
     All prompts of models use this function, or the tokenizer of `load_tokenizer`, which adds the same tokens.
-    options: for the call of the tokenizer.
+    Special tokens such as <unk> in the text are plain text. options: for the call of the tokenizer.
     """
     start, _ = added_ids(tokenizer.backend_tokenizer)
-    return [*start, *tokenizer(text, add_special_tokens=False, **options).input_ids]
+    plain = {"add_special_tokens": False, "split_special_tokens": True}
+    return [*start, *tokenizer(text, **plain, **options).input_ids]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast, eos_id: int | None = -1) -> str:

@@ -62,7 +62,7 @@ def _add_generate(subparsers: Any) -> None:
     text = f"longest continuation in tokens (the corpus's default, else {TOKENS})"
     add("--max_new_tokens", type=int, help=text)
     add("--seeds", default="0", metavar="SEED[,SEED]", help="seeds of the samples (0)")
-    text = "texts per batch (64). It does not change the texts"
+    text = "texts per batch (64). In float32 it does not change the texts"
     add("--batch_size", type=int, default=64, metavar="N", help=text)
     add_decoding(add)
     add("--beams", type=int, metavar="N", help="beam search with this many beams")
@@ -86,12 +86,13 @@ def _add_quality(subparsers: Any) -> None:
     add("--oracle", metavar="MODEL", help=text)
     text = "model for forward and reverse cross-entropy. It must have the same tokenizer"
     add("--reference", metavar="MODEL", help=text)
-    text = "featurizer of MAUVE: minilm, a sentence model, or a language model by path or id (gpt2-large)"
+    text = "featurizer of MAUVE: minilm, a sentence model or a language model (openai-community/gpt2-large)"
     add("--mauve", metavar="FEATURIZER", help=text)
     text = "texts for the test perplexity and the cross-entropy (the corpus's test split)"
     add("--test", type=Path, metavar="FILE", help=text)
     text = "paper (default), or released to compare texts as the authors' scripts do"
     add("--protocol", default="paper", help=text)
+    add("--batch_size", type=int, default=64, metavar="N", help="samples of --oracle per batch (64)")
     add_dtype(add)
 
 
@@ -202,16 +203,20 @@ def _quality(args: argparse.Namespace, say: Say) -> int:
             "pip install 'emo-pipeline[mauve]'",
             code="missing-extra",
         )
-    from .quality import QualityOptions, Sampled, write_quality
+    from .quality import QualityOptions, Sampled, compare_all
 
     test = [text for text in read_texts(args.test) if text] if args.test else None
     if test == []:
         raise UserError(f"{args.test} has no texts", code="no-text")
     options = QualityOptions(
-        args.output_path, args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype
-    )
+        args.output_path, args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype,
+        args.batch_size,
+    )  # fmt: skip
     sampled = [Sampled(directory) for directory in args.texts]
     for texts in sampled:
+        texts.require_humans(options)
+    for texts in sampled:
         texts.measure(options, say)
-    say("\n".join(write_quality(sampled)))
+        texts.write(say)
+    say("\n".join(compare_all(sampled)))
     return ExitCode.DONE

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +18,8 @@ from emo.data_prep.encoding.tokenizer import text_ids
 
 from ..models.model import EvaluatedModel
 
+THINK, END_THINK = "<think>", "</think>"  # around the reasoning of most models
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # of GPT-OSS
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # characters that names of directories do not contain
 
 
@@ -113,9 +116,44 @@ def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[i
 
 
 def text_after(tokenizer: Any, start: list[int], ids: list[int]) -> str:
-    """Return the text of `ids` after a prompt, without special tokens."""
+    """Return the text of `ids` after a prompt, without special tokens.
+
+    In the channels of GPT-OSS, all but the final one is reasoning: `<think>reasoning</think>answer`.
+    """
+    added = tokenizer.get_added_vocab()
+    if added.get(CHANNEL, -1) in ids and MESSAGE in added:
+        return _text_of_channels(tokenizer, ids, added[CHANNEL], added[MESSAGE])
     before = tokenizer.decode(start, skip_special_tokens=True)
     return tokenizer.decode([*start, *ids], skip_special_tokens=True)[len(before) :]
+
+
+def _text_of_channels(tokenizer: Any, ids: list[int], channel: int, message: int) -> str:
+    """Return the text of a reply whose parts are <|channel|>NAME<|message|>TEXT<|end|>."""
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    starts = [i for i, token in enumerate(ids) if token == channel]
+    thoughts = []
+    final = None
+    for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        part = ids[start + 1 : end]
+        if message not in part:  # its header is incomplete
+            continue
+        header = part.index(message)
+        content = list(takewhile(lambda token: token not in special, part[header + 1 :]))
+        text = tokenizer.decode(content)
+        if tokenizer.decode(part[:header]).strip().startswith("final"):
+            final = text
+        else:
+            thoughts.append(text)
+    reasoning = THINK + "\n".join(thoughts) if thoughts else ""
+    return reasoning + (END_THINK if thoughts and final is not None else "") + (final or "")
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Return the reasoning in a reply, or "", and the answer after it. Unfinished reasoning has no answer."""
+    reasoning, end, answer = text.rpartition(END_THINK)
+    if not end and text.lstrip().startswith(THINK):
+        reasoning, answer = text, ""
+    return reasoning.strip().removeprefix(THINK).strip(), answer.lstrip() if end else answer
 
 
 def until_end(ids: list[int], ends: Sequence[int]) -> tuple[list[int], bool]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.text import counted
-from emo.data_prep.encoding.tokenizer import text_ids
+from emo.data_prep.encoding.tokenizer import added_ids, text_ids
 
 from ..models.base import Item, NotFiniteError
 from ..models.model import EvaluatedModel
@@ -32,10 +32,11 @@ Pair = tuple[Sequence[int], Sequence[int]]  # ids of a prompt and of its continu
 
 
 class Likelihood(NamedTuple):
-    """nll: sums of -log p, float64 [n]. tokens: int64 [n]."""
+    """nll: sums of -log p, float64 [n]. tokens: int64 [n]. split: texts in more than one window."""
 
     nll: np.ndarray
     tokens: np.ndarray
+    split: int = 0
 
     @property
     def per_token(self) -> float:
@@ -87,21 +88,28 @@ def continuation_nll(scorer: PrefixScorer, pairs: Sequence[Pair]) -> np.ndarray:
 
 
 def score_texts(model: EvaluatedModel, texts: Sequence[str]) -> Likelihood:
-    """Return -log p of full texts. A text that exceeds the context is split into windows."""
+    """Return -log p of full texts. A text that exceeds the context is split into windows.
+
+    Every window begins like a text, for example with BOS, and with one token of the window before.
+    """
+    start, _ = added_ids(model.tokenizer.backend_tokenizer)
     limit = model.context or 1 << 30
+    size = limit - len(start) - 1  # predicted tokens of a later window
     pairs: list[Pair] = []
     owner = []
     for number, text in enumerate(texts):
         ids = text_ids(model.tokenizer, text)
-        first = ids[:1]
-        continuation = ids[1:]
-        for i in range(0, len(continuation), limit - 1):
-            pairs.append(((first if i == 0 else [continuation[i - 1]]), continuation[i : i + limit - 1]))
+        if len(ids) > 1:
+            pairs.append((ids[:1], ids[1:limit]))
+            owner.append(number)
+        for i in range(limit, len(ids), size):
+            pairs.append(([*start, ids[i - 1]], ids[i : i + size]))
             owner.append(number)
     if not pairs:
         raise UserError("no text has a token to predict", code="no-text")
-    nll, tokens = (np.bincount(owner, values, len(texts)) for values in continuations(model, pairs))
-    return Likelihood(nll, tokens.astype(np.int64))
+    scored = continuations(model, pairs)
+    nll, tokens = (np.bincount(owner, values, len(texts)) for values in (scored.nll, scored.tokens))
+    return Likelihood(nll, tokens.astype(np.int64), int((np.bincount(owner) > 1).sum()))
 
 
 def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ from .records import Generation, read_generated
 QUALITY = "quality.json"
 SHARES = ("ended", "rouge", "repetition", "distinct")  # prefixes of the names of measures between 0 and 1
 FEW = 20  # the table shows the number of units below this, where Student's interval relies on normality
-VERSION = 3
+VERSION = 4
 MIN_TEXTS = 100  # for MAUVE: halves of 50 form five clusters
 MAX_TOKENS = 256  # of a text that MAUVE embeds, as in the paper
 MAUVE: dict[str, Any] = {"mauve_scaling_factor": 5, "seed": 25}  # the paper's settings
@@ -70,6 +70,7 @@ class QualityOptions:
     test: list[str] | None = None  # texts for PPL_test. None: the human texts of the records.
     protocol: str = "paper"
     dtype: str = "auto"
+    batch: int = 64  # of the oracle's samples
 
 
 class Summary(TypedDict):
@@ -108,23 +109,29 @@ class Sampled:
         self.result: dict[str, Any] = {"version": VERSION, "of": self.about}
         self.estimates: dict[str, Estimate] = {}
 
+    def require_humans(self, options: QualityOptions) -> None:
+        """Raise UserError if a requested measure needs human texts, and there are none."""
+        if self.has_humans:
+            return
+        if options.mauve or options.protocol == "released":
+            raise UserError(
+                f"{self.directory} has no human continuations. Generate with --corpus or --prefix_words.",
+                code="no-references",
+            )
+        if options.reference and not options.test:
+            raise UserError(
+                f"--reference needs human texts, but {self.directory} has none. Generate with --corpus, or "
+                "set --test FILE.",
+                code="no-references",
+            )
+
     def measure(self, options: QualityOptions, say: Callable[[str], None]) -> None:
         """Compute the requested measures, as far as the records allow them."""
         protocol = options.protocol
         dtype = options.dtype
         test = options.test
-        if (options.mauve or protocol == "released") and not self.has_humans:
-            raise UserError(
-                f"{self.directory} has no human continuations. Generate with --corpus or --prefix_words.",
-                code="no-references",
-            )
         if test is None and self.has_humans:
             test = [record["prefix"] + record["reference"] for record in self.humans]
-        if options.reference and not test:
-            raise UserError(
-                "--reference needs human texts. Generate with --corpus, or set --test FILE.",
-                code="no-references",
-            )
         self.result["protocol"] = protocol
         self._measure_text()
         if options.mauve:
@@ -137,11 +144,11 @@ class Sampled:
             estimates = {name: ratio(values, None, self.clusters) for name, values in overlaps.items()}
             self.result["rouge"] = self._summarise(estimates)
         if options.oracle:
-            self._measure_oracle(EvaluatedModel(options.oracle, dtype=dtype), options.out, say)
+            self._measure_oracle(EvaluatedModel(options.oracle, dtype=dtype), options, say)
         if test:
-            model = self._measure_ppl(test, dtype)
+            model = self._measure_ppl(test, dtype, say)
             if options.reference:
-                self._measure_cross_entropy(test, model, EvaluatedModel(options.reference, dtype=dtype))
+                self._measure_cross_entropy(test, model, EvaluatedModel(options.reference, dtype=dtype), say)
         try:
             json.dumps(self.result, allow_nan=False)
         except ValueError:
@@ -188,10 +195,13 @@ class Sampled:
         result = mauve_with_ceiling(human, [features([text for text, _ in draw]) for draw in pairs])
         self.result["mauve"] = result | {key: by_seed(self.seeds, result[key]) for key in ("score", "half")}
 
-    def _measure_oracle(self, oracle: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
+    def _measure_oracle(
+        self, oracle: EvaluatedModel, options: QualityOptions, say: Callable[[str], None]
+    ) -> None:
         """Measure PPL_oracle of the samples, of equally many samples of the oracle, and of the human texts.
 
-        Continuations are scored by their ids if the tokenizer is the same, else by the ids of their text.
+        Continuations are scored by their ids if the tokenizer is the same, else by the ids of their text,
+        without the end token in both cases.
         """
         about = self.about
         tokenizer = oracle.tokenizer
@@ -199,12 +209,13 @@ class Sampled:
         prefixes = Prefixes(about["corpus"], [record["prefix"] for record in self.humans])
         size = (about["tokens"], about["samples"], tuple(about["seeds"]))
         say(f"{oracle.name}: generating samples for the floor of PPL_oracle")
-        floor = Generation(Transformers(oracle), prefixes, *size, out).run()
+        engine = Transformers(oracle, batch=options.batch)
+        floor = Generation(engine, prefixes, *size, options.out).run()
         starts = {text: prompt_ids(oracle, text) for text in prefixes.texts}
         estimates = {}
         for name, records, digest in (("", self.records, about["tokenizer"]), ("_floor", floor, own)):
             if digest == own:
-                pairs = [(starts[record["prefix"]], record["ids"]) for record in records]
+                pairs = [(starts[r["prefix"]], r["ids"][:-1] if r["ended"] else r["ids"]) for r in records]
             else:
                 pairs = [split_ids(tokenizer, record["prefix"], record["text"]) for record in records]
             estimates[f"ppl_oracle{name}"] = likelihood.continuations(oracle, pairs).estimate(self.clusters)
@@ -218,7 +229,7 @@ class Sampled:
             self.result[name] = {"nats_per_token": summarise(nats, self.unit)}
             self.result[name]["perplexity"] = summarise(nats, self.unit, perplexity)
 
-    def _measure_ppl(self, human: list[str], dtype: str) -> EvaluatedModel:
+    def _measure_ppl(self, human: list[str], dtype: str, say: Callable[[str], None]) -> EvaluatedModel:
         """Measure PPL_test, and return the model that wrote the texts."""
         model = EvaluatedModel(self.about["path"], dtype=dtype)
         if model.digest != self.about["weights"]:
@@ -230,11 +241,15 @@ class Sampled:
         nats = likelihoods.estimate(range(len(human)))
         interval = summarise(nats, "texts", perplexity)
         test = {"nats_per_token": nats.value, "perplexity": interval["mean"], "interval": interval}
-        self.result["ppl_test"] = test | {"tokens": int(likelihoods.tokens.sum()), "texts": len(human)}
+        if likelihoods.split:
+            texts = counted(likelihoods.split, "text")
+            say(f"{self.title}: {texts} of --test exceed the context and are scored in parts")
+        counts = {"tokens": int(likelihoods.tokens.sum()), "texts": len(human), "split": likelihoods.split}
+        self.result["ppl_test"] = test | counts
         return model
 
     def _measure_cross_entropy(
-        self, human: list[str], model: EvaluatedModel, reference: EvaluatedModel
+        self, human: list[str], model: EvaluatedModel, reference: EvaluatedModel, say: Callable[[str], None]
     ) -> None:
         # The fingerprint ignores the end token, which tuning may change.
         if len({tokenizer_fingerprint(m.tokenizer, None) for m in (reference, model)}) > 1:
@@ -244,7 +259,11 @@ class Sampled:
                 code="other-tokenizer",
             )
         limit = min(model.context or 1 << 30, reference.context or 1 << 30)
-        rows = [row for t in human if len(row := text_ids(model.tokenizer, t)[:limit]) > 1]
+        full = [ids for text in human if len(ids := text_ids(model.tokenizer, text)) > 1]
+        rows = [ids[:limit] for ids in full]
+        if cut := sum(len(ids) > limit for ids in full):
+            texts = counted(cut, "text")
+            say(f"{self.title}: {texts} of --test are cut to {limit} tokens for the cross-entropies")
         models = reference.model, model.model
         with show_activity(f"{self.title}: cross-entropies of {counted(len(rows), 'text')}"):
             both = likelihood.mean_cross_entropies(*models, rows)
@@ -253,8 +272,21 @@ class Sampled:
             for way, values in zip(("forward", "reverse"), both, strict=True)
         }
         about = {"path": reference.source, "weights": reference.digest}
-        result = {"intervals": intervals, "reference": about, "texts": len(rows)}
+        result = {"intervals": intervals, "reference": about, "texts": len(rows), "cut": cut}
         self.result["cross_entropy"] = result | {way: x["mean"] for way, x in intervals.items()}
+
+    def write(self, say: Callable[[str], None]) -> None:
+        """Write quality.json. Measures of an earlier command that were not requested now are kept."""
+        path = self.directory / QUALITY
+        before = store.read_json_or_none(path)
+        if before is not None:
+            if all(before.get(name) == self.result[name] for name in ("version", "of", "protocol")):
+                compared = ("baseline", "differences")
+                kept = {name: value for name, value in before.items() if name not in compared}
+                self.result = kept | self.result
+            else:
+                say(f"{path} replaces measures of other texts or by another protocol")
+        store.replace(path, store.dump(self.result))
 
     def compare(self, other: Sampled) -> dict[str, Summary] | str:
         """Return the differences other - self on the same prefixes by measure, or why there are none."""
@@ -285,11 +317,8 @@ def _human_text(texts: list[str]) -> dict[str, float]:
     return measures | {"words": float(np.mean([len(units(text)) for text in texts]))}
 
 
-def write_quality(sampled: Sequence[Sampled]) -> list[str]:
-    """Write quality.json for every set of texts, and return a table of all of them.
-
-    All others are compared with the first.
-    """
+def compare_all(sampled: Sequence[Sampled]) -> list[str]:
+    """Compare all sets of texts with the first, add this to quality.json, and return tables."""
     first, *others = sampled
     lines = _table("texts of", {texts.title: _cells(texts.result) for texts in sampled})
     rows = {}
@@ -300,7 +329,6 @@ def write_quality(sampled: Sequence[Sampled]) -> list[str]:
             lines.append(f"{texts.title} is not compared with the first: {differences}")
         else:
             rows[texts.title] = {name: _cell(value, sign="+") for name, value in differences.items()}
-    for texts in sampled:
         store.replace(texts.directory / QUALITY, store.dump(texts.result))
     return lines + (_table("minus the first, paired by prefix", rows) if rows else [])
 

@@ -17,16 +17,17 @@ from typing import Any
 
 from emo.common.errors import UserError
 from emo.common.io.untrusted import read_json
+from emo.data_prep.encoding.tokenizer import text_ids
 from emo.data_prep.sources.files import read_text
 
 from ..results import store
 from ..results.directory import MODELS, SAMPLES, Record
-from .decoding import Request, prompt_ids, split_ids, text_after
+from .decoding import Request, prompt_ids, split_ids
 from .engines import ABOUT, UNBIASED, Reply, TextJob, Transformers
 from .prefixes import Prefixes
 
 IN_REPORT = 16  # texts kept for the report
-VERSION = 1  # of everything that affects the text of a seed
+VERSION = 2  # of everything that affects the text of a seed
 RECORDS = "records.jsonl"
 
 
@@ -100,8 +101,12 @@ class Generation(TextJob):
             return {}
         reference = self.prefixes.references[p]
         tokenizer = self.model.tokenizer
-        start, ids = split_ids(tokenizer, self.prefixes.texts[p], reference)
-        return {"reference": reference, "human": text_after(tokenizer, start, ids[: self.tokens])}
+        prefix = self.prefixes.texts[p]
+        start, ids = split_ids(tokenizer, prefix, reference)
+        # A token may span the end of the prefix, so `start` may be shorter than the prefix.
+        before = tokenizer.decode(text_ids(tokenizer, prefix), skip_special_tokens=True)
+        text = tokenizer.decode([*start, *ids[: self.tokens]], skip_special_tokens=True)
+        return {"reference": reference, "human": text[len(before) :]}
 
     def publish(self, records: list[Record], say: Callable[[str], None]) -> None:
         """Write the records, and facts about them, into `directory`."""

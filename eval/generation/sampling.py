@@ -213,7 +213,8 @@ class Sampler:
         if difference > MAX_DIFFERENCE * (1 if self.dtype.itemsize >= 4 else 10):
             raise UserError(
                 f"{type(self.model).__name__} cannot be sampled: its logits with a cache differ by "
-                f"{difference:.2g} (relative) from those of a plain forward. Try --batch_size 1.",
+                f"{difference:.2g} (relative) from those of a plain forward"
+                + (". Try --batch_size 1." if len(running) > 1 else "."),
                 code="cache",
             )
         self.checked = max(self.checked, difference)

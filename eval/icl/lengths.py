@@ -233,7 +233,8 @@ def length_task(name: str) -> LengthTask:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a part of a text, without special tokens."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    plain = {"add_special_tokens": False, "split_special_tokens": True}
+    ids: list[int] = tokenizer(text, verbose=False, **plain).input_ids
     return ids
 
 

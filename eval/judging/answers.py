@@ -26,7 +26,7 @@ from emo.data_prep.encoding.templates import Conversation, Exchange, render
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
 from emo.data_prep.selection.similarity.grams import units
 
-from ..generation.decoding import Decoding, Request
+from ..generation.decoding import Decoding, Request, split_reasoning
 from ..generation.engines import TextJob, Transformers
 from ..models.model import EvaluatedModel
 from ..results import store
@@ -204,9 +204,9 @@ class Exchanged(NamedTuple):
     @property
     def message(self) -> dict[str, str]:
         """The answer for a chat template, with its reasoning separate, which most templates omit later."""
-        reasoning, tag, content = self.text.rpartition("</think>")
-        thought = {"reasoning_content": reasoning.removeprefix("<think>").strip()} if tag else {}
-        return {"role": "assistant", "content": content.lstrip() if tag else content, **thought}
+        reasoning, content = split_reasoning(self.text)
+        thought = {"reasoning_content": reasoning} if content != self.text else {}
+        return {"role": "assistant", "content": content, **thought}
 
 
 def conversation_ids(
@@ -233,7 +233,7 @@ def conversation_ids(
     first, *later = (turn.text for turn in render(Conversation(exchanges, system), template))
     tokenizer = model.tokenizer
     options = {"add_special_tokens": False, "split_special_tokens": True}
-    ids = text_ids(tokenizer, first, split_special_tokens=True)
+    ids = text_ids(tokenizer, first)
     for prompt, answered in zip(later, history, strict=True):
         ended = (answered.ids[-1:] and answered.ids[-1] in model.ends) or tokenizer.eos_token_id is None
         ids += answered.ids if ended else [*answered.ids, tokenizer.eos_token_id]
@@ -281,7 +281,9 @@ class Answering(TextJob):
         for question, record in zip(self.questions, records, strict=True):
             row = {"dataset": question.dataset, "instruction": question.instruction}
             row |= {name: value for name in ("id", "input") if (value := getattr(question, name))}
-            row |= {"output": record["text"].strip(), "generator": model.name}
+            reasoning, text = split_reasoning(record["text"])
+            row |= {"output": text.strip(), "generator": model.name}
+            row |= {"reasoning": reasoning} if reasoning else {}
             rows.append(row | {name: record[name] for name in ("ended", "tokens", "fits")})
         counts = {
             "empty": sum(not row["output"] for row in rows),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -21,10 +23,18 @@ from transformers import AutoModelForCausalLM
 
 from emo.common.io.weights import context_length
 from emo.data_prep.config import context_of
-from emo.data_prep.encoding.tokenizer import load_tokenizer
+from emo.data_prep.encoding.tokenizer import load_tokenizer, text_ids
 from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
-from emo.eval.generation.decoding import Beams, Decoding, Request, prompt_ids, split_ids
+from emo.eval.generation.decoding import (
+    Beams,
+    Decoding,
+    Request,
+    prompt_ids,
+    split_ids,
+    split_reasoning,
+    text_after,
+)
 from emo.eval.generation.engines import Transformers, Vllm
 from emo.eval.generation.records import Generation, read_generated
 from emo.eval.generation.sampling import ROUNDING, Sampler
@@ -282,7 +292,9 @@ def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
     (corpus / "untuned/tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<unk>"}))
     (result,) = measured(corpus, [sampled], "--oracle", paths["oracle"], "--reference", corpus / "untuned")
     records, tokenizer = read_generated(sampled)[1], EvaluatedModel(str(paths["oracle"])).tokenizer
-    pairs = [(split_ids(tokenizer, r["prefix"], "")[0], r["ids"]) for r in records]
+    without_end = [r["ids"][: len(r["ids"]) - r["ended"]] for r in records]
+    starts = [split_ids(tokenizer, r["prefix"], "")[0] for r in records]
+    pairs = [pair for pair in zip(starts, without_end, strict=True) if pair[1]]
     exact, oracle = naive_per_token(paths["oracle"], pairs), result["ppl_oracle"]
     assert oracle["nats_per_token"]["mean"] == pytest.approx(exact, abs=1e-6)
     assert oracle["perplexity"]["mean"] == pytest.approx(math.exp(exact), rel=1e-6)
@@ -305,6 +317,62 @@ def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
     assert actual == pytest.approx(np.mean(both, axis=0), abs=1e-6)
     (result,) = measured(corpus, [generate(corpus, "oracle")], "--oracle", paths["oracle"])
     assert result["ppl_oracle"] == result["ppl_oracle_floor"]
+
+
+def test_measures_of_earlier_commands_are_kept(corpus: Path, sampled: Path) -> None:
+    """They are lost neither to another measure, nor to a directory that cannot have the measure."""
+    (first,) = measured(corpus, [sampled], "--oracle", corpus / "oracle")
+    (second,) = measured(corpus, [sampled], "--reference", corpus / "small")
+    assert second["ppl_oracle"] == first["ppl_oracle"] and "cross_entropy" in second
+    (sampled / "quality.json").unlink()
+    bare = generate(corpus, "oracle", "--prefix", "the cat", name="bare")
+    assert is_mistake(
+        "quality", sampled, bare, "--output_path", corpus / "out", "--reference", corpus / "small"
+    )
+    assert not (sampled / "quality.json").exists()
+
+
+def test_human_continuations_begin_where_the_prefix_ends(corpus: Path, tmp_path: Path) -> None:
+    """A token may span the end of the prefix. Special tokens in texts are plain text, as in training."""
+    model = EvaluatedModel(str(corpus / "small"))
+    texts = prefixes.Prefixes("cut", ["the c", "the cat sat", ""], ["at sat on", " on <unk> mat", "the cat"])
+    records = Generation(Transformers(model), texts, 30, 1, (0,), tmp_path).run()
+    for record in records:
+        assert record["human"] == record["reference"] or "<" not in model.tokenizer.get_vocab()
+    special = {*model.tokenizer.all_special_ids} - {model.tokenizer.bos_token_id}
+    ids = text_ids(model.tokenizer, "the </s> cat")
+    assert model.tokenizer.eos_token_id not in ids and not special & {*ids} - {model.tokenizer.unk_token_id}
+
+
+class Channels:
+    """A tokenizer of letters with GPT-OSS's special tokens."""
+
+    special = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>")
+    all_special_ids = [0, 1, 2, 3]
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.special)}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(i) for i in ids if i > 3)
+
+    def encode(self, text: str) -> list[int]:
+        parts = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text)
+        return [i for p in parts for i in ([self.special.index(p)] if p in self.special else map(ord, p))]
+
+
+def test_the_channels_of_a_reply_become_reasoning_and_answer() -> None:
+    tokenizer, prompt = Channels(), [97]
+    reply = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    shown = [text_after(tokenizer, prompt, tokenizer.encode(reply)[:n]) for n in range(1, 200)]
+    assert shown[-1] == "<think>Hm.</think>Yes." and split_reasoning(shown[-1]) == ("Hm.", "Yes.")
+    assert all(after.startswith(before) for before, after in itertools.pairwise(shown))
+    assert text_after(tokenizer, prompt, tokenizer.encode("Plain")) == "Plain"
+    for text, parts in {
+        "<think>\nhm\n</think>\n\nYes.": ("hm", "Yes."), "hm</think>Yes.": ("hm", "Yes."), " So": ("", " So"),
+        "<think>cut": ("cut", ""), "<think></think>": ("", ""),
+    }.items():  # fmt: skip
+        assert split_reasoning(text) == parts
 
 
 def test_models_are_compared_on_the_same_prefixes(corpus: Path, sampled: Path) -> None:
@@ -330,8 +398,11 @@ def test_likelihoods_of_empty_and_of_long_texts(corpus: Path) -> None:
     text = "the cat sat on the mat " * 40
     actual = likelihood.score_texts(model, [text, "the cat"])
     first, tail = split_ids(model.tokenizer, "", text)
-    pairs = [(first if i == 0 else [tail[i - 1]], tail[i : i + 95]) for i in range(0, len(tail), 95)]
-    assert len(pairs) > 2 and actual.tokens[0] == len(tail)
+    bos = model.tokenizer.bos_token_id
+    assert first == [bos]
+    pairs = [(first, tail[:95])]
+    pairs += [([bos, tail[i - 1]], tail[i : i + 94]) for i in range(95, len(tail), 94)]
+    assert len(pairs) > 2 and actual.tokens[0] == len(tail) and actual.split == 1
     assert actual.nll[0] / len(tail) == pytest.approx(naive_per_token(corpus / "small", pairs), abs=1e-6)
 
 
