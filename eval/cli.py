@@ -144,7 +144,7 @@ def _add_evaluation_arguments(add: Add) -> None:
     add("--data", metavar="DIR", help=about)
     add("--prompts", default="paper", help="version of the prompts: paper (default) or released")
     generation.add_dtype(add)
-    retrievers = "random, bm25, topk, votek, dpp or mdl (OpenICL's)"
+    retrievers = "random, bm25 or topk (OpenICL's)"
     about = f"selects the demonstrations: minilm (default), a sentence model's id or directory, {retrievers}"
     add("--retriever", default="minilm", help=about)
     about = "sentence model of OpenICL's dense retrievers (minilm)"
@@ -159,8 +159,6 @@ def _add_evaluation_arguments(add: Add) -> None:
     add("--limit", type=int, metavar="N", help=about)
     scores = "openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
     add("--score", default="openicl_ppl", help=f"score that decides the predicted class: {scores}")
-    about = "compute these scores as well: channel, calibrated (comma-separated)"
-    add("--extra_scores", default="", help=about)
     about = "longest prompt or text in tokens (the model's context length)"
     add("--max_tokens", type=int, metavar="N", help=about)
     text = f"prompts of full length per batch, or auto for {BUDGET} tokens per batch (auto)"
@@ -227,7 +225,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         data=args.data or "",
         **{name: getattr(args, name) for name in same},
         shots=args.num_fewshot,
-        extra=tuple(name for name in args.extra_scores.split(",") if name),
         batch_size=None if size == "auto" else int(size),
     )
 

@@ -9,7 +9,6 @@ target the probability STORED.
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import sys
 import warnings
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
+from emo.common.report.figure import svg_file
 from emo.pipeline.loss import Objective, get_objective
 from emo.pipeline.loss.objectives import BUILT_IN, LogitRows, claimed_gradient, compute_scalars
 
@@ -53,34 +53,26 @@ def compute_pull(objective: Objective, p: Tensor) -> Tensor:
 
 def draw_pulls() -> str:
     """Return an SVG with a panel for each objective, and MLE in grey."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
     panels = default_objectives()
+    rows = -(-len(panels) // COLUMNS)
     p = torch.linspace(0.002, 0.998, 64, dtype=torch.float64)
     mle = compute_pull(get_objective("mle"), p)
-    buffer = io.StringIO()
-    style: Any = {"svg.hashsalt": "objectives", "svg.fonttype": "none", "font.size": 8}
-    with plt.rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
-        rows = -(-len(panels) // COLUMNS)
-        figure, grid = plt.subplots(rows, COLUMNS, figsize=(9, 1.7 * rows), sharex=True, sharey=True)
+
+    def draw(figure: Any) -> None:
+        grid = figure.subplots(rows, COLUMNS, sharex=True, sharey=True)
         for axes, objective in itertools.zip_longest(grid.flat, panels):
             if objective is None:
                 axes.set_visible(False)
                 continue
             axes.plot(p, mle, color="0.75", linewidth=1)
             axes.plot(p, compute_pull(objective, p), color="#1f6feb", linewidth=1.5)
-            axes.set_title(str(objective), fontsize=8)
+            axes.set_title(str(objective))
             axes.axhline(0, color="0.85", linewidth=0.6, zorder=0)
         grid[0, 0].set_ylim(-0.6, 1.9)
         figure.supxlabel("probability of the target")
         figure.supylabel("pull at its logit")
-        figure.tight_layout()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        plt.close(figure)
-    return buffer.getvalue()
+
+    return svg_file("objectives", (9, 1.7 * rows), draw)
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from ..models.encoder import Encoder
 from ..models.model import EvaluatedModel, quiet_libraries
 from ..results import store
 from ..results.directory import MODELS, Conditions, Record, RowSource, TaskResult, claim_name, only_answer
-from .settings import CANDIDATES, RETRIEVERS, SEED, VERSION, Settings
+from .settings import RETRIEVERS, SEED, VERSION, Settings
 from .task_data import TaskData, load_data
 from .tasks import GROUP, LABEL, ROW, ForeignTask, Task
 
@@ -175,12 +175,8 @@ class Job:
             return {"retriever": name, "encoder": self.encoder.digest}
         facts: dict[str, Callable[[], object]] = {
             "seed": lambda: SEED,
-            "candidates": lambda: CANDIDATES,
             "encoder": lambda: self.encoder.digest,
             "tokenizer": lambda: model.tokenizer_digest,
-            "weights": lambda: model.digest,
-            "dtype": lambda: model.dtype,
-            "task": task.identity,
         }
         return {"retriever": f"openicl {name}"} | {fact: facts[fact]() for fact in RETRIEVERS[name]}
 

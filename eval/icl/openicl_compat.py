@@ -7,7 +7,6 @@ The patches:
 - BatchEncoding.to passes keyword arguments. ListWrapper.to accepts them.
 - Retrievers load tokenizers and sentence models by name. They also accept loaded objects.
 - nltk's word_tokenize downloads sentence data. BM25 tokenises each text as one sentence.
-- The DPP retriever indexes a list with an array. Its search returns an array.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any
 from unittest import mock
 
 import datasets
-import numpy as np
 import tqdm
 
 from emo.common.errors import UserError
@@ -73,8 +71,6 @@ finally:
 
 from openicl.icl_retriever import (  # noqa: E402
     icl_bm25_retriever,
-    icl_dpp_retriever,
-    icl_mdl_retriever,
     icl_topk_retriever,
 )
 from openicl.utils import collators  # noqa: E402
@@ -168,10 +164,7 @@ def _word_tokenize(text: str) -> list[str]:
     return word_tokenize(text, preserve_line=True)
 
 
-_dpp_search = icl_dpp_retriever.fast_map_dpp
-icl_dpp_retriever.fast_map_dpp = lambda kernel, count: np.array(_dpp_search(kernel, count))
 openicl.icl_dataset_reader.DatasetEncoder.init_dataset = _encode_all
 collators.ListWrapper.to = lambda self, *args, **kwargs: self.data
 icl_topk_retriever.AutoTokenizer = _loaded_or(icl_topk_retriever.AutoTokenizer)
-icl_mdl_retriever.AutoModelForCausalLM = _loaded_or(icl_mdl_retriever.AutoModelForCausalLM)
 icl_bm25_retriever.word_tokenize = _word_tokenize

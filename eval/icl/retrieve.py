@@ -6,7 +6,6 @@ batch sizes, thread counts or the machine. OpenICL's retrievers run unchanged.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from emo.common.errors import UserError
 
 from ..models.encoder import Encoder, checked_encoder
 from ..models.model import EvaluatedModel
-from .openicl_compat import Template, openicl, quiet, reader
-from .settings import CANDIDATES, RETRIEVERS, SEED
+from .openicl_compat import openicl, quiet, reader
+from .settings import RETRIEVERS, SEED
 from .tasks import GROUP, Row, Task
 
 QUERIES = 1024  # per search
@@ -106,20 +105,12 @@ def openicl_retrieve(
         model: The evaluated model.
     """
     needs = RETRIEVERS[name]
-    template = Template(task)
     options: dict[str, Any] = {"ice_num": count}
     if "encoder" in needs:
         options |= {"sentence_transformers_model_name": checked_encoder(encoder), "batch_size": 32}
         options["tokenizer_name"] = model.fresh_tokenizer()
-    if "candidates" in needs:
-        options["candidate_num"] = min(max(CANDIDATES, count), len(rows["train"]))
-    if "seed" in needs and name != "votek":  # vote-k uses Python's generator
+    if "seed" in needs:
         options["seed"] = SEED
-    if "weights" in needs:
-        options |= {"ce_model_name": model.model, "labels": task.labels}
-        options |= {"ice_template": template, "prompt_template": template}
-    kinds = {"bm25": "BM25", "dpp": "DPP", "mdl": "MDL"}
-    kind = getattr(openicl, f"{kinds.get(name, name.capitalize())}Retriever")
-    random.seed(SEED)
+    kind = getattr(openicl, f"{'BM25' if name == 'bm25' else name.capitalize()}Retriever")
     with quiet(), torch.inference_mode():
         return [[int(i) for i in row] for row in kind(reader(task, rows), **options).retrieve()]

@@ -19,12 +19,8 @@ RETRIEVERS = {
     "random": ("seed",),
     "bm25": (),
     "topk": ("encoder", "tokenizer"),
-    "votek": ("encoder", "tokenizer", "seed"),
-    "dpp": ("encoder", "tokenizer", "candidates"),
-    "mdl": ("encoder", "tokenizer", "candidates", "seed", "weights", "dtype", "task"),
 }
 SEED = 43  # OpenICL's default for random demonstrations
-CANDIDATES = 30  # nearest rows that dpp and mdl choose from
 VERSION = 4  # of everything that affects a score, given the same prompts
 
 
@@ -40,7 +36,6 @@ class Settings:
     shots: int | None = None  # None: the task's default
     limit: int | None = None
     score: str = "openicl_ppl"
-    extra: tuple[str, ...] = ()  # further scores
     max_tokens: int | None = None  # longest prompt. None: the model's context.
     batch_size: int | None = None  # prompts of the full length. None: BUDGET tokens per batch.
 
@@ -48,15 +43,14 @@ class Settings:
         for option, value, choices in [
             ("--inferencer", self.inferencer, INFERENCERS),
             ("--score", self.score, (*SCORES, *EXTRA_SCORES)),
-            *(("--extra_scores", name, EXTRA_SCORES) for name in self.extra),
         ]:
             if value not in choices:
                 raise UserError(
                     f"{option} {value!r} is not known. Choose from {', '.join(choices)}.", code="option-value"
                 )
-        if self.inferencer == "ppl" and (self.score != "openicl_ppl" or self.extra):
+        if self.inferencer == "ppl" and self.score != "openicl_ppl":
             raise UserError(
-                "--inferencer ppl computes openicl_ppl only. Remove --score and --extra_scores.",
+                "--inferencer ppl computes openicl_ppl only. Remove --score.",
                 code="options-clash",
             )
         for option, number, minimum in [
@@ -69,8 +63,8 @@ class Settings:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The extra scores to compute, including the deciding one if it is an extra score."""
-        return tuple(name for name in EXTRA_SCORES if name in (*self.extra, self.score))
+        """The extra score to compute, if it decides."""
+        return tuple(name for name in EXTRA_SCORES if name == self.score)
 
     @property
     def scores(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from emo.data_prep.selection.similarity.contamination import row_digest, row_tex
 from emo.data_prep.sources.files import read_text
 
 from ..results import store
-from ..results.rows import evenly_spaced
+from ..results.rows import evenly_spaced, load_from_hub
 from .tasks import GROUP, LABEL, ROW, Hub, Row, Task
 
 POOL_PER_ROW = 10  # with --limit: demonstration candidates per test row
@@ -115,13 +115,7 @@ def hub_rows(task: Task, split: str) -> tuple[Iterable[Row], str]:
 
     hub = require_hub(task)
     where = f"{hub.path} {split}"
-    try:
-        data = load_dataset(hub.path, hub.name, split=split, revision=hub.revision)
-    except Exception as error:  # many kinds: no network, no such id, no such split
-        reason = f"{type(error).__name__}: {one_line(error, 200)}"
-        raise UserError(
-            f"cannot load {where} from the hub ({reason}). Set --data to a directory.", code="hub"
-        ) from None
+    data = load_from_hub(where, lambda: load_dataset(hub.path, hub.name, split=split, revision=hub.revision))
     for column, feature in data.features.items():
         if isinstance(feature, ClassLabel):  # replace numbers by the data set's names
             names = [None if v is None or v < 0 else feature.int2str(v) for v in data[column]]

@@ -263,8 +263,9 @@ def load_task(name: str, version: str = "paper") -> Task:
 
 
 def select_tasks(names: str, version: str = "paper") -> list[Task]:
-    """Return the tasks in a comma-separated list of names and files, or all of them for `all`."""
-    chosen = known_tasks() if names == "all" else [n.strip() for n in names.split(",") if n.strip()]
+    """Return the tasks in a comma-separated list of names and files. `all` stands for the built-in ones."""
+    given = [name.strip() for name in names.split(",") if name.strip()]
+    chosen = [each for name in given for each in (known_tasks() if name == "all" else [name])]
     if not chosen:
         raise UserError(f"--tasks is empty. Choose from all, {', '.join(known_tasks())}.", code="task")
     tasks = [load_task(name, version) for name in chosen]

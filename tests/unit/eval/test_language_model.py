@@ -21,14 +21,14 @@ Bigrams = load_example("my_model.py").Bigrams
 
 def test_a_custom_model_is_scored_stored_and_reported(world: Path, tmp_path: Path) -> None:
     model, lines = Bigrams("It is great. It is terrible. " * 20), list[str]()
-    settings = Settings(str(world / "data"), retriever="bm25", shots=2, extra=("calibrated",))
+    settings = Settings(str(world / "data"), retriever="bm25", shots=2, score="calibrated")
     (result,) = run_all(model, select_tasks("sst2"), settings, tmp_path, lines.append)
     assert result["n"] == 12 and "already known" not in lines[-1]
     task = load_task("sst2")
     for record in find_model(read_models([tmp_path]), "bigrams").read_records("sst2"):
         tails = [task.words(label) for label in task.labels]
         assert record["prediction"] in task.labels and len(record["scores"]["suffix_sum"]) == len(tails)
-        assert record["prediction"] == task.labels[int(np.argmin(record["scores"]["openicl_ppl"]))]
+        assert record["prediction"] == task.labels[int(np.argmin(record["scores"]["calibrated"]))]
     run_all(model, select_tasks("sst2"), settings, tmp_path, lines.append)
     assert "already known" in lines[-1]
     code, out, _ = command("report", tmp_path)
@@ -36,7 +36,7 @@ def test_a_custom_model_is_scored_stored_and_reported(world: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "settings", [{"faithful": True}, {"inferencer": "ppl"}, {"extra": ("channel",)}, {"retriever": "topk"}]
+    "settings", [{"faithful": True}, {"inferencer": "ppl"}, {"score": "channel"}, {"retriever": "topk"}]
 )
 def test_settings_that_need_a_hugging_face_model_are_rejected(settings: Any, tmp_path: Path) -> None:
     with refused("model"):

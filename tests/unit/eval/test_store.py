@@ -224,7 +224,7 @@ def test_every_setting_but_the_batch_size_is_part_of_the_key(world: Path, tmp_pa
         Job(model, Settings(data=str(world / "data"), **settings), tmp_path).run(task)
         return len(list(tmp_path.glob("store/*/result.json")))
 
-    changes = [{"shots": 2}, {"limit": 10}, {"max_tokens": 100}, {"faithful": True}, {"extra": ("channel",)}]
+    changes = [{"shots": 2}, {"limit": 10}, {"max_tokens": 100}, {"faithful": True}, {"score": "channel"}]
     assert results() == 1
     assert [results(**change) for change in changes] == [2, 3, 4, 5, 6]  # type: ignore[arg-type]
     assert results(batch_size=2) == 6

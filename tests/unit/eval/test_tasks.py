@@ -19,7 +19,7 @@ from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
 from emo.eval.icl.settings import RETRIEVERS
 from emo.eval.icl.task_data import load_data
-from emo.eval.icl.tasks import known_tasks, load_task, select_tasks
+from emo.eval.icl.tasks import DIRECTORY, known_tasks, load_task, select_tasks
 from emo.eval.models.encoder import Encoder, checked_encoder, encoder_path
 from emo.eval.models.model import EvaluatedModel
 from tests.helpers.evaluating import write_lines
@@ -280,6 +280,13 @@ def test_group_demonstrations_are_the_first_of_the_subject(world: Path) -> None:
         assert indices == of_group[:5]
     with pytest.raises(UserError):
         GroupRetriever(reader(task, rows), ice_num=99).retrieve()
+
+
+def test_all_may_stand_next_to_a_file(tmp_path: Path) -> None:
+    own = Path(shutil.copy(DIRECTORY / "sst2.yaml", tmp_path / "own.yaml"))
+    assert [task.name for task in select_tasks(f"all, {own}")] == [*known_tasks(), "own"]
+    with refused("task"):
+        select_tasks("all,sst2")
 
 
 def test_every_built_in_task_has_a_hub_id() -> None:
