@@ -214,6 +214,8 @@ def _require_data(args: argparse.Namespace, tasks: Sequence[str]) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
+    if args.fail_on_regression == "":
+        raise UserError("--fail_on_regression needs the name of a model", code="option-value")
     _check_drop(args)
     size = args.batch_size
     if size != "auto" and (not size.isdecimal() or int(size) < 1):
@@ -381,8 +383,11 @@ def _watch(args: argparse.Namespace) -> int:
     from .report.compare import gate
     from .report.gather import Report
     from .report.page import FILES, document
-    from .watch import FAILED, TROUBLED, UNEXPORTED, RunWatcher
+    from .results.directory import find_model, read_models
+    from .watch import FAILED, TROUBLED, UNEXPORTED, WAITING, RunWatcher
 
+    if args.fail_on_regression:
+        find_model(read_models([out]), args.fail_on_regression)  # before the work
     watch = RunWatcher(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
         with show_activity(f"{args.run_dir}: looking for checkpoints"):
@@ -398,6 +403,9 @@ def _watch(args: argparse.Namespace) -> int:
             say(verdict.summary)
     say(watch.summary())
     failed = watch.names_in(FAILED, TROUBLED, UNEXPORTED)
+    if args.fail_on_regression and (not verdicts or watch.names_in(WAITING)):
+        say(f"{args.run_dir}: no verdict yet on the newest checkpoint. Run the same command again.")
+        failed = failed or [args.run_dir.name]
     return gate(verdicts) or (ExitCode.FAILURE if failed else ExitCode.DONE)
 
 

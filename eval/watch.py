@@ -18,9 +18,9 @@ CronJob is equivalent to a process that stays:
     RUN_DIR/task_scores.jsonl     the accuracies of this project's checkpoints, for train.keep_best=task:NAME
     OUT/watch/pins/NAME/          hard links to the files under evaluation, so that pruning cannot remove them
 
-A mark is valid for the files, tasks and settings that it was made with. When one of them changes, the
-checkpoint is evaluated again, reusing stored results. A checkpoint that fails does not block the others. A
-checkpoint that is incomplete and stopped changing long ago has failed.
+A mark has the latest settings of each task, whose results are in the results directory. When files, tasks or
+settings change, the checkpoint is evaluated again, reusing stored results. A checkpoint that fails does not
+block the others. A checkpoint that is incomplete and stopped changing long ago has failed.
 """
 
 from __future__ import annotations
@@ -77,11 +77,15 @@ TRAINER_STATE = "trainer_state.json"
 FOREIGN = "checkpoint-"  # prefix of the Trainer's checkpoints, followed by the step
 TRANSIENT = ("OutOfMemoryError", "AcceleratorError")  # errors of torch about the device, not the model
 # States of a target, or of its export, that is not done.
+EVALUATED = "evaluated"
 WAITING = "not ready or held by another watcher"
 FAILED = "failed"
 TROUBLED = "to be retried"
 UNEXPORTED = "not exported"
 DEFERRED = "waiting for the end of the run"
+
+
+Requests = dict[str, str]  # by task: the digest of everything but the model that affects its result
 
 
 class IncompleteError(Exception):
@@ -195,15 +199,15 @@ class RunWatcher:
     def run_once(self) -> int:
         """Evaluate all complete targets that are neither done nor held. Return their number."""
         count = 0
-        request = self._request()
+        requests = self._requests()
         self.states = {}
         for target in find_targets(self.run_dir):
-            if self._is_done(target, request):
+            if self._is_done(target, requests):
                 continue
             with hold_if_free(store.lease(self.directory / "leases", target.name)) as acquired:
                 if not acquired:
                     self.states[target.name] = WAITING
-                elif not self._is_done(target, request) and self._attempt(target, request):
+                elif not self._is_done(target, requests) and self._attempt(target, requests):
                     count += 1
                     self._export_all()
         if not count:
@@ -223,8 +227,8 @@ class RunWatcher:
 
     def finished(self) -> bool:
         """Return whether the run has its final export and no work is left."""
-        request = self._request()
-        done = [self._is_done(target, request) for target in find_targets(self.run_dir)]
+        requests = self._requests()
+        done = [self._is_done(target, requests) for target in find_targets(self.run_dir)]
         return (self.run_dir / EXPORT).is_dir() and all(done) and not self.names_in(DEFERRED)
 
     def summary(self) -> str:
@@ -239,15 +243,22 @@ class RunWatcher:
         return f"{self.run_dir}: {', '.join(parts)}"
 
     def verdicts(self, baseline: str, max_drop: float | None) -> list[Verdict]:
-        """Return verdicts on all evaluated checkpoints of the run, also of earlier passes and other watchers.
+        """Return verdicts on all checkpoints of the run that were evaluated by these settings.
 
-        Their tests share one level (`checkpoint_levels`), because every test may be a false alarm.
+        Checkpoints of earlier passes and other watchers count, too. The tests share one level
+        (`checkpoint_levels`), because every test may be a false alarm.
         """
         models = read_models([self.out])
         first = find_model(models, baseline)
         by_name = {model.name: model for model in models}
-        marks = self._evaluated_marks()
+        requests = self._requests()
         export = clean_name(self.run_dir.absolute().name)
+        own = (f"{export}-step-", f"{export}-{FOREIGN}")  # results may be shared by several runs
+        marks = {
+            name: mark
+            for name, mark in self._evaluated_marks().items()
+            if (name == export or name.startswith(own)) and _states(mark, requests) == {EVALUATED}
+        }
         names = [name for name in marks if name != baseline]
         # The export is last, because it has the step of the last checkpoint.
         names.sort(key=lambda name: (name == export, marks[name].get("step") or 0, natural_key(name)))
@@ -262,7 +273,7 @@ class RunWatcher:
     def _evaluated_marks(self) -> dict[str, dict[str, Any]]:
         """Return the marks of all evaluated targets by name, including targets that were pruned since."""
         marks = {path.stem: _read_mark(path) for path in sorted((self.directory / "done").glob("*.json"))}
-        return {name: mark for name, mark in marks.items() if mark.get("state") == "evaluated"}
+        return {name: mark for name, mark in marks.items() if mark.get("state") == EVALUATED}
 
     def _export_all(self) -> None:
         """Export new results, including those of watchers that were killed before exporting.
@@ -313,47 +324,54 @@ class RunWatcher:
             self.say(text)
         self._lines[key] = text
 
-    def _request(self, chosen: Sequence[Task | ForeignTask] | None = None) -> str:
-        """Return the digest of everything but the model that affects the results of these tasks (all)."""
+    def _requests(self) -> Requests:
+        """Return by task the digest of everything but the model that affects its result."""
         settings = asdict(self.settings)
         source = settings.pop("data")
         _ = settings.pop("batch_size")
-        tasks = []
-        for task in self.tasks if chosen is None else chosen:
+        requests = {}
+        for task in self.tasks:
+            facts: list[Any]
             if isinstance(task, ForeignTask):
-                tasks.append([task.name, task.fingerprint()])
-                continue
-            files = list[FileStat]()  # empty for data of the hub
-            with contextlib.suppress(OSError):
-                files = _stat_files(sorted((Path(source) / task.name).glob("*.jsonl*")))
-            spec = json.dumps(
-                task.spec.model_dump(mode="json")
-            )  # as text, because the order of inputs counts
-            tasks.append([task.name, task.version, spec, files])
-        return store.digest_json([tasks, settings, self.dtype, VERSION])[:16]
+                facts = [task.name, task.fingerprint()]
+            else:
+                files = list[FileStat]()  # empty for data of the hub
+                with contextlib.suppress(OSError):
+                    files = _stat_files(sorted((Path(source) / task.name).glob("*.jsonl*")))
+                spec = json.dumps(
+                    task.spec.model_dump(mode="json")
+                )  # text, because the order of inputs counts
+                facts = [task.name, task.version, spec, files]
+            requests[task.name] = store.digest_json([[facts], settings, self.dtype, VERSION])[:16]
+        return requests
 
-    def _is_done(self, target: Target, request: str) -> bool:
-        """Return whether a mark says that these files were evaluated for this request, or cannot be."""
+    def _is_done(self, target: Target, requests: Requests) -> bool:
+        """Return whether a mark says that these files were evaluated for these requests, or cannot be."""
         mark = _read_mark(self.directory / "done" / f"{target.name}.json")
-        state = mark["asked"].get(request) if mark.get("files") == target.fingerprint() else None
-        if state is not None and state != "evaluated":
+        states = _states(mark, requests) if mark.get("files") == target.fingerprint() else {None}
+        if None not in states and states != {EVALUATED}:
             self.states[target.name] = FAILED
-        return state is not None
+        return None not in states
 
-    def _write_mark(self, target: Target, files: str, request: str, state: str, **facts: Any) -> None:
-        """Write a target's mark. States of the same files for other requests are kept."""
+    def _write_mark(self, target: Target, files: str, requests: Requests, state: str, **facts: Any) -> None:
+        """Write a target's mark. The latest states of other tasks are kept, if their results are.
+
+        A result replaces that of the same task by other settings, and all results of another dtype.
+        """
         path = self.directory / "done" / f"{target.name}.json"
         before = _read_mark(path)
-        earlier = before["asked"] if before.get("files") == files else {}
+        same = before.get("files") == files and before.get("dtype") == self.dtype
+        asked = {name: {"request": request, "state": state} for name, request in requests.items()}
         mark = {
             "name": target.name,
-            "state": state if state in ("evaluated", "gone") else "failed",
+            "state": state if state in (EVALUATED, "gone") else "failed",
             "files": files,
-            "asked": earlier | {request: state},
+            "dtype": self.dtype,
+            "asked": (before["asked"] if same else {}) | asked,
         }
         store.replace(path, store.dump(mark | facts))
 
-    def _attempt(self, target: Target, request: str) -> bool:
+    def _attempt(self, target: Target, requests: Requests) -> bool:
         """Evaluate a target whose lease is held, and return whether it was evaluated. Record failures."""
         files = target.fingerprint()
         unchanged = 0.0
@@ -364,10 +382,10 @@ class RunWatcher:
                 now = file_system_now(self.directory)
                 unchanged = now - max((path.stat().st_mtime for path in pinned.glob("*")), default=now)
                 target.require_complete(pinned, unchanged >= SETTLE_SECONDS)
-                return self._evaluate(target, pinned, files, request)
+                return self._evaluate(target, pinned, files, requests)
         except IncompleteError as error:
             if not target.path.is_dir():
-                self._write_mark(target, files, request, "gone")
+                self._write_mark(target, files, requests, "gone")
                 self.say(f"{target.name}: removed before it could be evaluated")
             elif unchanged < STALE_SECONDS:
                 self.states[target.name] = WAITING
@@ -386,34 +404,36 @@ class RunWatcher:
             self._require_inputs()
         if failure:
             self.states[target.name] = FAILED
-            self._write_mark(target, files, request, failure, reason=failure, traceback=trace)
+            self._write_mark(target, files, requests, failure, reason=failure, traceback=trace)
             self.say(
                 f"{target.name} failed: {failure}. It will be retried when its files or the settings change."
             )
         return False
 
-    def _evaluate(self, target: Target, pinned: Path, files: str, request: str) -> bool:
+    def _evaluate(self, target: Target, pinned: Path, files: str, requests: Requests) -> bool:
         """Evaluate a target, and return whether training has its scores, if it waits for them."""
         model = EvaluatedModel(str(pinned), target.name, self.dtype)
         model.source = str(target.path)
         digest = "" if target.checkpoint is None else checkpoint_digest(target.checkpoint)
         results = run_all(model, self.tasks, self.settings, self.out, self.say)
         checkpoint = target.checkpoint
-        if checkpoint and digest and not self._report_scores(step_of(checkpoint), digest, results):
+        if checkpoint and digest and not self._report_scores(step_of(checkpoint), digest, results, requests):
             return False
         mean, text = mean_accuracy(results)
-        self._write_mark(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
+        self._write_mark(target, files, requests, EVALUATED, step=model.facts.get("step"), accuracy=mean)
         self.evaluated.append(target.name)
         self.say(f"{target.name}: {text}")
         return True
 
-    def _report_scores(self, step: int, digest: str, results: Sequence[TaskResult]) -> bool:
+    def _report_scores(
+        self, step: int, digest: str, results: Sequence[TaskResult], requests: Requests
+    ) -> bool:
         """Append the accuracies of a checkpoint to the run's task_scores.jsonl, for training to read.
 
         Return whether the checkpoint is done. Otherwise the watcher tries again, with the stored results.
         """
         scores = [
-            (task.name, result["accuracy"], self._request([task]))
+            (task.name, result["accuracy"], requests[task.name])
             for task, result in zip(self.tasks, results, strict=True)
             if "accuracy" in result
         ]
@@ -438,6 +458,15 @@ class RunWatcher:
 def _read_mark(path: Path) -> dict[str, Any]:
     """Return the mark in a file, or {} if it is absent or torn."""
     return store.read_json_or_none(path) or {}
+
+
+def _states(mark: Mapping[str, Any], requests: Requests) -> set[str | None]:
+    """Return the states of requests in a mark, with None for those that it does not have."""
+    asked = {name: mark.get("asked", {}).get(name) for name in requests}
+    return {
+        entry.get("state") if isinstance(entry, dict) and entry.get("request") == requests[name] else None
+        for name, entry in asked.items()
+    }
 
 
 def _reason(error: Exception) -> str:

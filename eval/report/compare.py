@@ -314,7 +314,7 @@ def find_regression(
     text = _format_difference(mean, " points ") if mean else "no accuracy"
     if mean and mean.direction < 0:
         reasons.append(f"mean {text} (p = {mean.p:.2g})")
-    if mean and max_drop is not None and -100 * mean.difference > max_drop:
+    if mean and max_drop is not None and -100 * mean.difference > max_drop + 1e-9:  # rounding
         reasons.append(f"mean {text}, more than {max_drop:g} allowed")
     verdict = "regression: " + "; ".join(reasons) if reasons else "no regression"
     expected = set(only)

@@ -67,14 +67,20 @@ def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float], level: float = LEVEL) -> Difference:
-    """Return the estimate of values - baseline, paired by position."""
-    gaps = np.subtract(values, baseline).tolist()
-    result = estimate(gaps, level)
-    if len(gaps) > 1 and len(set(gaps)) == 1:
-        p = float(result["mean"] == 0)
-    else:
-        p = float(ttest_1samp(gaps, 0.0).pvalue) if len(gaps) > 1 else math.nan
-    return {**result, "p": p}
+    """Return the estimate of values - baseline, paired by position.
+
+    Equal gaps show no spread, as with two seeds whose accuracies differ by the same number of rows. They have
+    no interval and no p-value, unless they are zero (p = 1).
+    """
+    gaps = np.subtract(values, baseline)
+    result = estimate(gaps.tolist(), level)
+    if len(gaps) < 2:
+        return {**result, "p": math.nan}
+    if np.ptp(gaps) <= 1e-12 * np.abs(gaps).max():
+        if not gaps.any():
+            return {**result, "p": 1.0}
+        return {**result, "low": math.nan, "high": math.nan, "p": math.nan}
+    return {**result, "p": float(ttest_1samp(gaps, 0.0).pvalue)}
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float], level: float = LEVEL) -> Estimate:

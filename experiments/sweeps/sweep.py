@@ -121,7 +121,7 @@ class Sweep:
         for name, measure in self.experiment.measures.items():
             if measure.against_baseline == (baseline is not None):
                 command = split_command(measure.command, self.variables(run, baseline), f"measures.{name}")
-                origin = command_origin(command, self.experiment.out)
+                origin = command_origin(command, self.experiment.out) | {"read": measure.read}
                 stages.append(Stage(name, command, self.note(run, name), origin, (stages[-1], *needs)))
         self._stages[key] = stages
         return stages

@@ -27,6 +27,7 @@ from ..control.run_dir import (
     TASK_SCORES,
     Record,
     read_best,
+    read_export_info,
     read_heartbeat,
     read_records,
 )
@@ -163,7 +164,10 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
 
 
 class Gain(NamedTuple):
-    """The last measurement of a run's validation set, and how its NLL changed since step 0."""
+    """The measurement of a run's validation set at the end, and how its NLL changed since step 0.
+
+    With train.load_best_at_end, the end is the exported step.
+    """
 
     run: RecordedRun
     set: str
@@ -188,7 +192,8 @@ def compute_gains(runs: Sequence[RecordedRun]) -> list[Gain]:
         reference = None  # last measurement of the first run
         for run in (run for run in runs if name in run.held_out):
             first = run.held_out[name][0]
-            last = run.held_out[name][-1]
+            if (last := _exported_record(run, name)) is None:
+                continue
             start = first if first["step"] == 0 else {}
             before, after = (read_documents(run.path, name, step) for step in (0, last["step"]))
             if before is not None and not start:  # a branch has the measurement of its trunk
@@ -200,6 +205,19 @@ def compute_gains(runs: Sequence[RecordedRun]) -> list[Gain]:
                 gains.append(gain._replace(kl_from_base=number(last.get(KL))))
             reference = after if run is runs[0] else reference
     return gains
+
+
+def _exported_record(run: RecordedRun, name: str) -> Record | None:
+    """Return the last record of a validation set, or that of the exported step with train.load_best_at_end.
+
+    It is None if the exported step was not validated.
+    """
+    records = run.held_out[name]
+    train = run.config.get("train")
+    if not (isinstance(train, dict) and train.get("load_best_at_end") and (run.path / EXPORT).is_dir()):
+        return records[-1]
+    step = read_export_info(run.path / EXPORT).get("step")
+    return next((record for record in reversed(records) if record["step"] == step), None)
 
 
 def regressions(

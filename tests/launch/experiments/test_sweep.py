@@ -172,6 +172,18 @@ def test_a_measure_without_a_number_fails_and_later_files_do_not_count(tmp_path:
     assert not task.stages[-1].done
 
 
+def test_a_measure_whose_numbers_change_is_repeated(tmp_path: Path, recipe: Path) -> None:
+    path = sweep(tmp_path, recipe)
+    pretend(opened(path))
+    assert all(task.done for task in opened(path).tasks())
+    tree = yaml.safe_load(path.read_text())
+    tree["measures"]["length"]["read"]["first"] = "{out}/{run}.json:letters.0"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    again = opened(path)
+    assert [[stage.done for stage in task.stages][-1] for task in again.tasks()] == [False] * 4
+    assert all(stage.done for task in again.tasks() for stage in task.stages[:-1])
+
+
 def test_losses_are_those_of_the_exported_model(tmp_path: Path, recipe: Path) -> None:
     """The best checkpoint is of step 2, and the run ends after step 3."""
     best = {"train.keep_best": "nll", "train.load_best_at_end": True, "train.eval_steps": 1}

@@ -250,7 +250,7 @@ def test_a_trainer_checkpoint_is_evaluated_when_it_stops_changing(run: Run) -> N
 
 
 def test_changed_tasks_settings_or_rows_are_evaluated_again(run: Run, tmp_path: Path) -> None:
-    """A mark is valid only for the tasks, settings and rows of its evaluation."""
+    """A mark has the latest settings and rows of each task. Earlier ones restore their results."""
     run.data = write_tasks(tmp_path / "data", ["sst2", "trec"], train=20, test=8)
     run.publish(3)
 
@@ -259,6 +259,9 @@ def test_changed_tasks_settings_or_rows_are_evaluated_again(run: Run, tmp_path: 
 
     assert (passed("sst2"), passed("sst2")) == (1, 0)
     assert passed("sst2,trec") == passed("sst2", shots=2) == passed("sst2", "released") == 1
+    view = run.path / "eval/models/run-step-000003/sst2.json"
+    released = view.read_text()
+    assert passed("sst2") == 1 and view.read_text() != released
     assert passed("sst2") == passed("sst2,trec") == passed("sst2", batch_size=2) == 0
     write_tasks(run.data, ["sst2"], train=20, test=7)
     assert (passed("sst2"), passed("sst2")) == (1, 0)
@@ -317,12 +320,27 @@ def test_a_gate_is_repeatable(run: Run) -> None:
         fabricated(out, name, {"sst2": rows})
     fabricated(out, "base", {"sst2": GOOD})
     for name, (_, code) in steps.items():
-        mark = {"name": name, "state": "evaluated", "files": "f", "asked": {"a": "evaluated"}}
+        request = run.watcher()._requests()["sst2"]
+        asked = {"sst2": {"request": request, "state": "evaluated"}}
+        mark = {"name": name, "state": "evaluated", "files": "f", "asked": asked}
         store.replace(out / "watch/done" / f"{name}.json", store.dump(mark))
         assert (gated(), gated()) == (code, code)
     fabricated(out, "run-step-000002", {"sst2": GOOD})
+    others = {"other-step-000001": asked, "run-step-000003": {"sst2": {"request": "another"}}}
+    for name, entry in others.items():  # of another run, and by other settings
+        fabricated(out, name, {"sst2": BAD})
+        mark = {"name": name, "state": "evaluated", "files": "f", "asked": entry}
+        store.replace(out / "watch/done" / f"{name}.json", store.dump(mark))
+    assert gated() == ExitCode.DONE
     fabricated(out, "base", {"trec": GOOD})
     assert gated() == ExitCode.MISTAKE  # a task is missing
+
+
+def test_a_gate_without_a_verdict_does_not_pass(run: Run) -> None:
+    fabricated(run.path / "eval", "base", {"sst2": GOOD})
+    assert run.watch("--fail_on_regression", "base", "--max_drop", 2) == ExitCode.FAILURE
+    for name in ("", "nobody"):
+        assert run.watch("--fail_on_regression", name, "--max_drop", 2) == ExitCode.MISTAKE
 
 
 def test_every_checkpoint_is_exported_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

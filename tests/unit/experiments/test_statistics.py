@@ -25,7 +25,7 @@ from tests.helpers.sweeping import sweep
 
 
 def test_a_paired_difference_is_the_paired_t_test() -> None:
-    """A single repetition has no p value. It is 1 for equal values, and 0 for equal gaps."""
+    """A single repetition has no p value. It is 1 for equal values. Equal gaps have none."""
     rng = np.random.default_rng(1)
     ours, others = rng.normal(size=8), rng.normal(size=8)
     gap, test = paired_difference(ours, others), stats.ttest_rel(ours, others)
@@ -33,7 +33,10 @@ def test_a_paired_difference_is_the_paired_t_test() -> None:
     interval = test.confidence_interval()
     assert (gap["low"], gap["high"]) == pytest.approx((interval.low, interval.high))
     assert math.isnan(estimate([1.0])["low"]) and math.isnan(paired_difference([1.0], [2.0])["p"])
-    assert [paired_difference([x, x + 1], [1.0, 2.0])["p"] for x in (1.0, 2.0)] == [1.0, 0.0]
+    assert paired_difference([1.0, 2.0], [1.0, 2.0])["p"] == 1.0
+    for ours, others in (([2.0, 3.0], [1.0, 2.0]), ([8 / 12, 7 / 12], [7 / 12, 6 / 12])):
+        gap = paired_difference(ours, others)
+        assert math.isnan(gap["p"]) and math.isnan(gap["low"]) and gap["mean"] > 0
 
 
 def test_a_rank_correlation_is_that_of_the_ranks_of_finite_pairs() -> None:

@@ -269,6 +269,27 @@ def test_verdicts_without_a_pair_of_measurements(tmp_path: Path) -> None:
         regressions(read_runs([run]), ["short"])
 
 
+def test_the_exported_step_is_judged(tmp_path: Path) -> None:
+    """With load_best_at_end, a loss that rose after the exported step is no regression."""
+    run = make_run(tmp_path / "run")
+    write_validation(run, "news", {0: 2.0, 20: 1.5, 40: 2.5})
+    assert [lost for lost, _ in regressions(read_runs([run]), ["news"])] == [True]
+    config = yaml.safe_load((run / run_dir.CONFIG).read_text())
+    config["train"]["load_best_at_end"] = True
+    (run / run_dir.CONFIG).write_text(yaml.safe_dump(config))
+    for step, verdict in ((20, [False]), (40, [True])):
+        write_export(run, step)
+        assert [lost for lost, _ in regressions(read_runs([run]), ["news"])] == verdict
+    write_export(run, 30)
+    with refused("no-verdict"):
+        regressions(read_runs([run]), ["news"])
+
+
+def write_export(run: Path, step: int) -> None:
+    (run / run_dir.EXPORT).mkdir(exist_ok=True)
+    (run / run_dir.EXPORT / "export.json").write_text(json.dumps({"step": step}))
+
+
 def test_a_loss_that_is_not_finite_is_a_regression(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_validation(run, "broken", {0: 1.0, 40: 1.0})
