@@ -379,6 +379,10 @@ def _merge(args: argparse.Namespace) -> int:
     weights = args.weights or default
     if len(weights) != len(default):
         raise UserError(f"--weights: give {len(default)} for --method {args.method}", code="merge")
+    if args.method == "linear" and abs(sum(weights) - 1) > 1e-3:
+        total = sum(weights)
+        scaled = f": {' '.join(f'{weight / total:.3g}' for weight in weights)}" if total else ""
+        raise UserError(f"--weights must sum to 1 for --method linear{scaled}", code="merge")
     if not 0 < args.density <= 1:
         raise UserError("--density must be above 0 and at most 1", code="merge")
     if args.choose is not None:

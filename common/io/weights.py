@@ -33,6 +33,7 @@ SCALED = (DYNAMIC, "linear", "yarn", "llama3")  # types of RoPE that a recipe ca
 LARGEST_FACTOR = 1e6  # of RoPE
 MAXIMUM = "max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
+NESTED = "adapter"  # folder of the adapter in an export that also has the merged model
 # Attention masks in old checkpoints, which models now compute.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 # Parts of each file of weights that `sampled_digest` reads, and bytes of a part.
@@ -352,7 +353,9 @@ def _load(directory: str | Path, source: str | Path, revision: str | None, **opt
     _forget_earlier_batches(model)
     if loaded.faulty:
         return loaded
-    return loaded._replace(fault=_find_silent_fault(model, _weights(directory, revision)))
+    # transformers removes this key from the model's configuration if it dequantizes the weights.
+    quantized = getattr(load_model_config(directory, revision), "quantization_config", None) is not None
+    return loaded._replace(fault=_find_silent_fault(model, _weights(directory, revision), quantized))
 
 
 def shard_names(index: Path) -> dict[str, str]:
@@ -387,12 +390,14 @@ def _without_report() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _find_silent_fault(model: Any, paths: list[Path]) -> str | None:
-    """Return a fault that transformers ignores: integer weights, or tied tensors that differ."""
+def _find_silent_fault(model: Any, paths: list[Path], quantized: bool) -> str | None:
+    """Return a fault that transformers ignores: integer weights, or tied tensors that differ.
+
+    quantized: Whether the configuration describes a quantization, for which integers are correct.
+    """
     from transformers.modeling_utils import load_state_dict
 
     files: dict[str, Path] = {}  # by tensor
-    quantized = getattr(model, "hf_quantizer", None) is not None  # integer weights are then correct
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     ignored = [OLD_BUFFERS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     for path in (path for path in paths if path.suffix != ".json"):

@@ -75,6 +75,7 @@ class ShardInfo(Section):
     domains: list[DomainCounts]  # domains with documents, in the manifest's order
     counts: dict[str, Count] = {}  # losses by reason: cut, dropped or left over
     answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers
+    largest_id: Count | None = None  # of the tokens. None in shards of earlier versions
 
 
 class Manifest(Section):
@@ -105,6 +106,13 @@ class Manifest(Section):
     waste: float  # share of padding in block * rows
     shards: list[ShardInfo]
     digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`
+
+    @property
+    def used_ids(self) -> int:
+        """One more than the largest token id in the rows. Larger ids of the vocabulary never occur."""
+        largest = [shard.largest_id for shard in self.shards]
+        known = [number for number in largest if number is not None]
+        return self.vocab_size if len(known) < len(largest) else 1 + max(known)
 
 
 def shard_name(index: int, count: int) -> str:

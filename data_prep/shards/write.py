@@ -66,6 +66,7 @@ class ShardWriter:
         self._stream = pa.ipc.new_stream(file, self._schema)
         self._waiting: list[pa.RecordBatch] = []
         self._counts = np.zeros((len(domains), len(COUNTED)), np.int64)
+        self._largest_id = 0
 
     def add(self, rows: PackedRows, limit: int | None = None) -> int:
         """Append the first `limit` rows, or all, and return how many.
@@ -88,6 +89,7 @@ class ShardWriter:
         count = self._waiting[-1].num_rows
         sums = [int(amount[:count].sum()) for amount in (rows.lengths, rows.valid, rows.segment_counts)]
         self._counts[rows.domain] += (count, *sums)
+        self._largest_id = max(self._largest_id, int(rows.ids.max(initial=0)))
         if sum(batch.num_rows for batch in self._waiting) >= self._batch_rows:
             self._write(self._batch_rows)
         return count
@@ -133,6 +135,7 @@ class ShardWriter:
             domains=domains,
             counts=dict(sorted((+counts).items())),
             answer_ends=sorted(ends),
+            largest_id=self._largest_id,
         )
 
 

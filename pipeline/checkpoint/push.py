@@ -20,6 +20,7 @@ from emo.common.io.weights import (
     ADAPTER,
     ADAPTER_FILE,
     CONFIG,
+    NESTED,
     OFFLINE,
     base_of_adapter,
     has_only_adapter,
@@ -35,6 +36,8 @@ from ..control.run_dir import COMPLETE, EXPORT, EXPORT_INFO, HF, checkpoint_prob
 CARD = "README.md"
 # Files of an earlier upload that would be loaded instead of those of this one, or together with them.
 STALE = ["*.safetensors", "*.bin", "*.index.json", CONFIG, ADAPTER]
+STALE += ["tokenizer*", "chat_template*", "additional_chat_templates/*", "special_tokens_map.json"]
+STALE += ["added_tokens.json", "vocab.json", "merges.txt", "*processor_config.json"]
 
 
 def push_export(source: Path, repository: str, private: bool, revision: str | None) -> str:
@@ -106,10 +109,11 @@ def find_export(source: Path) -> Path:
 
 def check_files(export: Path) -> None:
     """Raise UserError if weights are missing or truncated."""
-    if has_only_adapter(export) and Path(base := base_of_adapter(export)[0]).exists():
-        problem = f"the base model of {export} is the local directory {base}, which others do not have"
-        cure = f"Push a merged model, or set base_model_name_or_path in {export / ADAPTER} to a Hub id"
-        raise UserError(f"{problem}. {cure}", code="adapter")
+    for folder in (export, export / NESTED):
+        if has_only_adapter(folder) and Path(base := base_of_adapter(folder)[0]).exists():
+            problem = f"the base model of {folder} is the local directory {base}, which others do not have"
+            cure = f"Push a merged model, or set base_model_name_or_path in {folder / ADAPTER} to a Hub id"
+            raise UserError(f"{problem}. {cure}", code="adapter")
     adapter = [export / ADAPTER, export / ADAPTER_FILE]
     for path in adapter if has_only_adapter(export) else opened_files(export):
         try:

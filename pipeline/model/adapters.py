@@ -28,7 +28,6 @@ from ..loss.models.head import require_plain_head
 from .config import LoraConfig, ModelConfig
 
 ADAPTER = "default"  # PEFT's name of a run's only adapter
-DIRECTORY = "adapter"  # in an export that also has the merged model
 # Values of PEFT's settings for adapters that can be continued. Others change the scaling or the base model.
 USUAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

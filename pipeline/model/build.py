@@ -110,8 +110,8 @@ def check_shape(config: PretrainedConfig, key: str | None = None) -> None:
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
     """Raise UserError for data that this model cannot read: too many ids, long rows, another tokenizer."""
     text = config.get_text_config()
-    if manifest.vocab_size > text.vocab_size:
-        problem = f"the data use {manifest.vocab_size} token ids, but the model's head has {text.vocab_size}"
+    if manifest.used_ids > text.vocab_size:
+        problem = f"the data use {manifest.used_ids} token ids, but the model's head has {text.vocab_size}"
         cure = "Set data.tokenizer to the model's own and prepare the data again (data.template chat and "
         cure += "alpaca add no tokens), or resize the model's embedding (resize_token_embeddings)."
         raise UserError(f"{problem}. {cure}", code="vocabulary")

@@ -30,9 +30,11 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
 from emo.common.io.files import reset_modes, write_text
+from emo.common.io.hub import HUB_ID
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import CONFIG as MODEL_CONFIG
 from emo.common.io.weights import (
+    NESTED,
     base_of_adapter,
     context_length,
     downloaded_directory,
@@ -51,9 +53,16 @@ from ..config import RunConfig
 from ..control.run_dir import EXPORT_INFO
 from ..control.stop import die_with_parent
 from ..control.world import raise_on_all_ranks
-from .adapters import ADAPTER, DIRECTORY, adapter_tensors, write_adapter
+from .adapters import ADAPTER, adapter_tensors, write_adapter
 from .nf4 import full_values, nf4_options, prepare_nf4
-from .readers import check_exported_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
+from .readers import (
+    check_exported_tokenizer,
+    copy_processor,
+    saved_names,
+    saved_tensors,
+    write_config,
+    write_tokenizer,
+)
 
 if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
     from ..engine.engine import Engine
@@ -165,7 +174,7 @@ def write_content(
         write_weights(copied, directory)
         write_settings(directory)
     if content != "merged":
-        folder = directory if content == "adapter" else directory / DIRECTORY
+        folder = directory if content == "adapter" else directory / NESTED
         write_adapter(folder, copied.model, config.model, copied.adapter)
         write_settings(folder)
         (folder / MODEL_CONFIG).unlink()  # the one of the base model applies
@@ -356,6 +365,7 @@ def write_metadata(base: PreTrainedModel, config: RunConfig, target: Path, info:
         changed = config.model.rope is not None or rope_type(settings) != "default"
         extended = context_length(settings) if changed else None
         write_tokenizer(tokenizer, target, data_ends, extended)
+    copy_processor(base, config.model.path, config.model.revision, target)
     write_text(target / EXPORT_INFO, json.dumps(info, indent=1, default=str))
     write_text(target / "README.md", _model_card(config, info))
 
@@ -390,12 +400,15 @@ def sample_rows(config: RunConfig) -> Tensor:
 
 def _model_card(config: RunConfig, info: dict[str, object]) -> str:
     """Return the model card. It is published with the model, so it names no directory of this machine."""
-    origin = markdown(publishable(config.model.path or "a new model"))
+    path = config.model.path or ""
+    origin = markdown(publishable(path or "a new model"))
+    library = "peft" if config.model.exported == "adapter" else "transformers"
+    base = f"base_model: {path}\n" if HUB_ID.fullmatch(path) and not Path(path).exists() else ""
     objective = on_one_line(publishable(config.objective.label)).replace("`", "")
     names = (publishable(str(s.hub or s.files or s.embedded)) for s in config.data.sources)
     facts = (f"| {markdown(key)} | {markdown(publishable(str(v)))} |" for key, v in info.items())
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n{base}---\n"
         f"# {markdown(config.output_dir.name)}\n\nTrained from {origin} with the `{objective}` objective on "
         f"{', '.join(map(markdown, names))}.\n\n| fact | value |\n|---|---|\n" + "\n".join(facts) + "\n"
     )
@@ -433,8 +446,8 @@ def check_export(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor)
         names = sorted(written ^ expected_names)[:3]
         raise _wrong_export(directory, f"transformers gives tensors other names: {names}")
     _compare_logits(directory, model, probe, expected)
-    if (directory / DIRECTORY).is_dir():
-        check_export(directory / DIRECTORY, probe, expected, rows)
+    if (directory / NESTED).is_dir():
+        check_export(directory / NESTED, probe, expected, rows)
 
 
 def _wrong_export(directory: Path, problem: str) -> UserError:

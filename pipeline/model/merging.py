@@ -24,13 +24,14 @@ from torch import Tensor
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import reset_modes, write_text
-from emo.common.io.weights import CONFIG, load_causal_lm, load_model_config, shard_names
+from emo.common.io.weights import CONFIG, OLD_BUFFERS, load_causal_lm, load_model_config, shard_names
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 from ..control.run_dir import EXPORT_INFO, read_export_info
 from .export import write_shards
 
 WEIGHTS = "model.safetensors"
+HEAD = "lm_head.weight"
 # Keys of a configuration in which models of one architecture may differ.
 NOT_ARCHITECTURE = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
@@ -60,6 +61,7 @@ class Checkpoint:
             elif (directory / WEIGHTS).is_file():
                 with safe_open(directory / WEIGHTS, "pt") as file:
                     names = dict.fromkeys(file.keys(), WEIGHTS)
+            names = {name: file for name, file in names.items() if not OLD_BUFFERS.search(name)}
             self._files = {name: safe_open(directory / name, "pt") for name in set(names.values())}
         except (OSError, SafetensorError) as error:
             raise _damaged(directory, error) from None
@@ -134,7 +136,8 @@ def _check_alike(models: Sequence[Checkpoint]) -> None:
         if different := sorted(key for key in keys if settings.get(key) != theirs.get(key)):
             problem = f"{where} differ in {different[0]} of {CONFIG}"
             raise UserError(f"{problem}, so they cannot be merged", code="merge")
-        if names := sorted(first.names.keys() ^ other.names.keys()):
+        tied = {HEAD} if settings.get("tie_word_embeddings") else set()  # some files repeat the embedding
+        if names := sorted(name for name in first.names.keys() ^ other.names.keys() if name not in tied):
             raise UserError(f"{where} have different tensors, for example {names[0]}", code="merge")
         if tokenizer_fingerprint(load_tokenizer(other.directory), None) != pieces:
             raise UserError(f"{where} have different tokenizers, so they cannot be merged", code="merge")
@@ -152,7 +155,8 @@ def merge_models(models: Sequence[Path], base: Path | None, merge: Merge, target
     _check_alike([*opened, *([] if start is None else [start])])
 
     def merged() -> Iterator[tuple[str, Tensor]]:
-        for name in opened[-1].names:
+        everywhere = set.intersection(*(set(model.names) for model in (*opened, *([start] if start else []))))
+        for name in (name for name in opened[-1].names if name in everywhere):
             tensors = [model.read(name) for model in opened]
             result = merge_tensors(tensors, None if start is None else start.read(name), merge)
             if not bool(result.isfinite().all()):

@@ -23,12 +23,14 @@ from transformers.core_model_loading import (
     apply_converters,
     revert_weight_conversion,
 )
+from transformers.utils import cached_file
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_text
 from emo.data_prep.encoding.tokenizer import PROBES, load_tokenizer
 
 CONFIG = "config.json"
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # Layer types of families with two kinds of RoPE.
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
@@ -113,6 +115,20 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int], context: int
         settings["model_max_length"] = context
     if settings != before:
         write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def copy_processor(model: PreTrainedModel, source: str | None, revision: str | None, directory: Path) -> None:
+    """Copy the settings of the image processor of a model that also reads images, if its source has them.
+
+    vLLM does not load such a model without them. The text part of the model does not need them.
+    """
+    if source is None or model.config.get_text_config() is model.config:
+        return
+    for name in PROCESSOR:
+        options: dict[str, bool] = {"_raise_exceptions_for_missing_entries": False}
+        options["_raise_exceptions_for_connection_errors"] = False
+        if (file := cached_file(source, name, revision=revision, **options)) is not None:
+            shutil.copyfile(file, directory / name)
 
 
 def check_exported_tokenizer(directory: Path, rows: Tensor) -> None:

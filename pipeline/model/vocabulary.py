@@ -24,8 +24,10 @@ from emo.data_prep.encoding.vocabulary import Extension, extend_vocabulary
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 
 from ..config import RunConfig
+from ..engine.device.devices import usable_attention
 from .build import check_fits, load_pretrained, model_config
 from .export import complete_export
+from .readers import copy_processor, write_config
 
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 MEASURED_DOCUMENTS = 16
@@ -70,7 +72,8 @@ def extend_model(
     check_fits(model_config(config.model), config.model, data.manifest)
     old = load_tokenizer(config.data.dir / "tokenizer")
     extension = extend_vocabulary(old.backend_tokenizer, iterate_texts(data, old), pieces, special)
-    model: Any = load_pretrained(config.model.path, config.model.revision, config.model.dtype, "sdpa")
+    attention = usable_attention(config.model, model_config(config.model))
+    model: Any = load_pretrained(config.model.path, config.model.revision, config.model.dtype, attention)
     held_out = next(iter(validation.values()), data)
     documents = [
         old.decode(text_ids(old, text)[:MEASURED_TOKENS], skip_special_tokens=True)
@@ -81,6 +84,8 @@ def extend_model(
 
     def write(directory: Path) -> None:
         model.save_pretrained(directory)
+        write_config(directory, {})
+        copy_processor(model, config.model.path, config.model.revision, directory)
         write_extended_tokenizer(config.data.dir / "tokenizer", extension, directory)
 
     complete_export(target, write, load_tokenizer)
@@ -102,10 +107,13 @@ def resize(model: Any, extension: Extension, multiple: int) -> None:
     mean of all old rows. Raises UserError if old tokens have no embedding.
     """
     weight = model.get_input_embeddings().weight
-    known = min(extension.parts, default=len(weight))  # new ids follow the old ones
-    if known > len(weight):
-        problem = f"the model has {len(weight)} embeddings and its tokenizer {known} pieces"
+    first = min(extension.parts, default=len(weight))  # new ids follow the old ones
+    added = extension.tokenizer.get_added_tokens_decoder()
+    special = {number for number, token in added.items() if token.special}
+    if not special.issuperset(range(len(weight), first)):  # Gemma 3 has a special token without embedding
+        problem = f"the model has {len(weight)} embeddings and its tokenizer {first} pieces"
         raise UserError(f"{problem}, so the tokenizer belongs to another model", code="extension")
+    known = min(first, len(weight))
     rows = max(len(weight), max(extension.parts, default=0) + 1)
     model.resize_token_embeddings(math.ceil(rows / multiple) * multiple, mean_resizing=False)
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emo.data_prep.shards.format import TokenDataset
@@ -117,6 +117,7 @@ def test_ties_keeps_large_changes_of_the_elected_sign() -> None:
     [
         (["--method", "ties"], "needs --base"),
         (["--weights", "1"], "give 2"),
+        (["--weights", "1", "1"], "sum to 1 for --method linear: 0.5 0.5"),
         (["--density", "0", "--method", "ties", "--base", "."], "--density"),
         (["--base", "."], "has no --base"),
         (["--choose", ".", "--weights", "1", "0"], "--choose replaces"),
@@ -127,6 +128,19 @@ def test_options_that_do_not_fit_are_rejected(
 ) -> None:
     assert merge(models[1:], tmp_path / "out", *options) == 2
     assert problem in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_file_may_repeat_a_tied_embedding(tmp_path: Path) -> None:
+    """Some published files do, and others have buffers that models now compute. Exports have neither."""
+    base, tuned = (tiny_model(tmp_path / name, i, tie_word_embeddings=True) for i, name in enumerate("ab"))
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.masked_bias"] = torch.zeros(1)
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    for number, order in enumerate(([base, tuned], [tuned, base])):
+        out = tmp_path / f"out{number}"
+        assert merge(order, out) == 0
+        assert weights(out).keys() == weights(tuned).keys()
 
 
 def test_models_of_another_architecture_are_rejected(

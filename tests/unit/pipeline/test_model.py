@@ -17,7 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+)
 
 from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -37,7 +44,7 @@ from emo.pipeline.model.build import (
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.export import exported_tensors, write_shards
 from emo.pipeline.model.objective.build import Losses, measuring, warn_of_twins
-from emo.pipeline.model.readers import saved_names
+from emo.pipeline.model.readers import copy_processor, saved_names
 from emo.pipeline.planning.checks import rehearse_export
 from tests.helpers.corpus import random_dataset
 from tests.helpers.families import family
@@ -326,3 +333,37 @@ def test_shards_are_named_and_indexed(tmp_path: Path, monkeypatch: pytest.Monkey
     names = {name: load_file(tmp_path / "x" / file).keys() for name, file in index["weight_map"].items()}
     assert names == {f"t{i}": {f"t{i}"} for i in range(3)}
     assert index["metadata"] == {"total_size": 240}
+
+
+def test_published_weights_of_gpt_oss_are_read(tmp_path: Path) -> None:
+    """transformers turns their 4-bit experts into floating-point numbers, and forgets that it did."""
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, num_local_experts=2, num_experts_per_tok=1, pad_token_id=0,
+    )  # fmt: skip
+    GptOssForCausalLM(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("gate_up_proj", "down_proj"):
+        key = f"model.layers.0.mlp.experts.{name}"
+        experts, rows, columns = tensors.pop(key).shape
+        tensors[f"{key}_blocks"] = torch.zeros(experts, columns, rows // 32, 16, dtype=torch.uint8)
+        tensors[f"{key}_scales"] = torch.full((experts, columns, rows // 32), 127, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError):
+        load_pretrained(str(tmp_path), None, "bfloat16", "eager")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    model = load_pretrained(str(tmp_path), None, "bfloat16", "eager")
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+
+def test_the_settings_of_an_image_processor_are_exported(tmp_path: Path) -> None:
+    """vLLM needs them to load a model that also reads images."""
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    for config, expected in ((Gemma3Config(), ["preprocessor_config.json"]), (LlamaConfig(), [])):
+        target = tmp_path / config.model_type
+        target.mkdir()
+        copy_processor(SimpleNamespace(config=config), str(tmp_path), None, target)  # type: ignore[arg-type]
+        assert [path.name for path in target.iterdir()] == expected

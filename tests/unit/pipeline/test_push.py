@@ -180,6 +180,7 @@ def test_an_export_arrives_with_a_card(hub: Hub, run_dir: Path) -> None:
     (run_dir / "export/.cache").mkdir()
     (run_dir / "export/.cache/token").write_text("secret")
     hub.files |= {"model-00001-of-00002.safetensors": b"", "notes.txt": b""}  # from an earlier upload
+    hub.files |= {"chat_template.jinja": b"", "added_tokens.json": b""}
     assert push(hub, run_dir / "export", "me/mine")[0] == 0
     assert hub.files["README.md"] == b"my card\n" and hub.branch == "main"
     assert hub.files.keys() == written.keys() | {"README.md", "notes.txt"}
@@ -190,8 +191,11 @@ def test_an_adapter_needs_a_base_model_that_others_have(hub: Hub, tmp_path: Path
     (tmp_path / "adapter").mkdir()
     settings = {"base_model_name_or_path": str(tmp_path / "base")}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
-    code, text = push(hub, tmp_path / "adapter", "me/mine")
-    assert code == 2 and "[adapter]" in text and not hub.files
+    shutil.copytree(tmp_path / "base", tmp_path / "both")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "both/adapter")
+    for name in ("adapter", "both"):
+        code, text = push(hub, tmp_path / name, "me/mine")
+        assert code == 2 and "[adapter]" in text and not hub.files
 
 
 def test_nothing_is_sent_unless_all_is_right(hub: Hub, run_dir: Path) -> None:

@@ -14,10 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emo.data_prep.encoding.vocabulary import extend_vocabulary
+from emo.data_prep.shards.format import open_prepared
 from emo.data_prep.sources.world import corpus, read_json_lines
 from emo.pipeline.cli import main
+from emo.pipeline.config import load_config
+from emo.pipeline.model.build import check_fits, model_config
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
 from tests.helpers.launching import prepare
+from tests.helpers.refusals import refused
 
 TEXTS = [str(row["text"]) for row in islice(read_json_lines(corpus("world")), 200)]
 
@@ -109,6 +113,7 @@ def test_new_rows_are_the_mean_of_their_old_pieces(
     printed, problem = capsys.readouterr()
     assert code == 0 and "51 new tokens" in printed, problem
     model = AutoModelForCausalLM.from_pretrained(out)
+    assert "rope_theta" in json.loads((out / "config.json").read_text())  # which transformers 4 reads
     assert len(model.get_input_embeddings().weight) % 64 == 0
     tokenizer = AutoTokenizer.from_pretrained(out)
     old = AutoTokenizer.from_pretrained(tmp_path / "base")
@@ -133,3 +138,25 @@ def test_an_existing_directory_is_kept(recipe: Path, tmp_path: Path) -> None:
     assert main(["extend-vocabulary", str(recipe), "--pieces", "5", "--output_path", str(tmp_path)]) == 2
     assert main(["extend-vocabulary", str(recipe), "--output_path", str(tmp_path / "new")]) == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_special_token_without_an_embedding_is_accepted(recipe: Path, tmp_path: Path) -> None:
+    """The text-only models of Gemma 3 have such a token, which is for images."""
+    size = len(AutoTokenizer.from_pretrained(recipe.parent / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(recipe.parent / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    model = tiny_model(tmp_path / "model", tokenizer=tokenizer, vocab_size=size)
+    changes = [f"data.dir={tmp_path / 'data'}", f"data.tokenizer={model}", f"model.path={model}"]
+    assert prepare(["prepare", str(recipe), "--workers", "1", *changes]) == 0
+    config = load_config(recipe, changes)
+    manifest = open_prepared(config.data)[0].manifest
+    assert manifest.used_ids <= size < manifest.vocab_size
+    check_fits(model_config(config.model), config.model, manifest)
+    out = tmp_path / "out"
+    assert main(["extend-vocabulary", str(recipe), *changes, "--pieces", "5", "--output_path", str(out)]) == 0
+    extended = AutoModelForCausalLM.from_pretrained(out)
+    old = AutoModelForCausalLM.from_pretrained(model).get_input_embeddings().weight
+    assert extended.get_input_embeddings().weight[:size].equal(old)
+    shards = [shard.model_copy(update={"largest_id": size}) for shard in manifest.shards]
+    with refused("vocabulary"):
+        check_fits(model_config(config.model), config.model, manifest.model_copy(update={"shards": shards}))
