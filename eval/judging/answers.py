@@ -24,7 +24,6 @@ from emo.data_prep.config import VERSIONS, by_chat_template
 from emo.data_prep.encoding.chat_templates import BUILT_IN, RefusedError
 from emo.data_prep.encoding.templates import Conversation, Exchange, render
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
-from emo.data_prep.selection.similarity.grams import units
 
 from ..generation.decoding import Decoding, Request, split_reasoning
 from ..generation.engines import TextJob, Transformers
@@ -273,6 +272,8 @@ class Answering(TextJob):
 
     def run(self, say: Say) -> None:
         """Generate or read all answers, write them, and report how many are empty or cut off."""
+        from emo.data_prep.selection.similarity.grams import units
+
         model = self.model
         settings = {"tokens": self.tokens, "seed": self.seed, **self.engine.identity}
         identity = {"answers": VERSION, "prompts": store.digest_json(self.prompts), "context": self.context}
