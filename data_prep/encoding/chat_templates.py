@@ -34,6 +34,7 @@ EMPTY_THINKING = re.compile(
 # Thinking at the beginning of a content.
 THOUGHT = re.compile(r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
+PREFACES = ("system", "developer")  # roles of the message before all others
 BUILT_IN = {
     "chatml": (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "

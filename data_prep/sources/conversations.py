@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..encoding.chat_templates import PREFACES
 from ..encoding.templates import Chat, Conversation, Exchange
 from ..encoding.weights import AnswerWeights, Part
 from .spec import RowError, RowSpec, chat_column, clean_text, first_present, missing_column, wrong_type
@@ -19,7 +20,6 @@ ROLES = {
     "tool": ("tool", "function", "observation"),
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
-PREFACES = ("system", "developer")
 # Keys of a message that turn its loss on or off, and their value for a message with loss: axolotl's train and
 # training, ms-swift's loss, torchtune's masked.
 LOSS_KEYS = {"train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}

@@ -20,7 +20,7 @@ from emo.data_prep.encoding.chat_templates import RefusedError, Renderer, read_t
 from emo.data_prep.encoding.chat_writer import ChatWriter
 from emo.data_prep.selection.plan import Plan
 from emo.data_prep.shards.verify import verify
-from tests.helpers.chat_templates import CALLING, CHATML, THINKING, TOOLS, tokenizer_with
+from tests.helpers.chat_templates import CALLING, CHATML, MISTRAL, THINKING, TOOLS, tokenizer_with
 from tests.helpers.corpus import data_config, prepared, run, segments, train_set, write_jsonl
 from tests.helpers.refusals import refused
 from tests.helpers.stock_templates import (
@@ -38,8 +38,8 @@ needs_trl = pytest.mark.skipif(
 )
 FAMILIES = [
     "cohere2", "deepseekv3", "diffusion_gemma_training", "gemma4", "glm4moe", "gptoss", "lfm2_2_5",
-    "llama3_1", "muse_glimmer", "nemotron_3_5_lightning", "phi3", "phi3_training", "qwen2_5", "qwen3",
-    "qwen3_5_think", "smolvlm",
+    "llama3_1", "mistral", "muse_glimmer", "nemotron_3_5_lightning", "phi3", "phi3_training", "qwen2_5",
+    "qwen3", "qwen3_5_think", "smolvlm",
 ]  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_examples_are_prompts_of_generation_and_answers(name: str) -> None:
 
 
 @needs_trl
-@pytest.mark.parametrize("name", ["qwen3", "lfm2_2_5", "gptoss"])
+@pytest.mark.parametrize("name", ["qwen3", "lfm2_2_5", "gptoss", "mistral"])
 def test_signs_give_the_same_examples_as_rendering_every_prompt(name: str) -> None:
     """A writer that remembers earlier chats agrees with exact rendering for chats of many shapes."""
     rng = random.Random(1)
@@ -349,6 +349,25 @@ def test_a_mark_on_the_end_token_alone_belongs_to_its_answer() -> None:
     writer = writer_of(CHATML.replace("{{ m.content }}<|im_end|>", part))
     turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
     assert learned(writer, talk(*turns)) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_system_message_that_is_dropped_after_the_prompt_is_kept_in_every_example() -> None:
+    """The form of a chat without system message, which is one example, is not remembered for one with it."""
+    writer = writer_of(MISTRAL)
+    calling = messages_of(1, "tools")["messages"]
+    system = {"role": "system", "content": "Be brief."}
+    assert len(writer.examples(read_chat({"messages": calling}))) == 1
+    chat = read_chat({"messages": [system, *calling]})
+    call, answer = writer.examples(chat)
+    assert call.text.startswith("<s>[INST]Be brief.\n\nQuestion 0?[/INST][TOOL_CALLS]")
+    assert answer.text.startswith("<s>[INST]Question 0?[/INST][TOOL_CALLS]")  # as in generation
+    assert "system" not in writer.left_out(chat, [call, answer])
+    for turns in (1, 2):
+        chat = read_chat(messages_of(turns, "system"))
+        examples = writer.examples(chat)
+        assert [text.count("[INST]Be brief.\n\n") for text, _ in examples] == [1] * turns
+        assert examples[-1].text.endswith(f"Question {turns - 1}?[/INST] Answer {turns - 1}.</s>")
+        assert writer.left_out(chat, examples) == []
 
 
 ADDING = """{% for m in messages %}<|im_start|>{{ m.role }}
