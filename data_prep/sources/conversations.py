@@ -161,7 +161,8 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     keys = (*roles, *contents, *ALL_LOSS_KEYS)
     extra: dict[str, object] = {}
     if spec.chat:
-        extra = {k: v for k, v in message.items() if k not in keys and v is not None}
+        # Servers log fields that a message lacks as null or as an empty list.
+        extra = {k: v for k, v in message.items() if k not in keys and v not in (None, [], {})}
     call = extra.pop("function_call", None)  # OpenAI's older form, and ShareGPT's as a role
     if role == "function_call" and spec.chat:
         call = _parse_json(content)

@@ -138,6 +138,19 @@ def test_a_call_with_text_needs_a_chat_template() -> None:
     assert isinstance(rejected, Rejected) and rejected.reason == "wrong_type"
 
 
+def test_empty_lists_and_nulls_of_a_message_are_like_missing_keys() -> None:
+    """OpenAI-compatible servers log `tool_calls: []`, but templates like Llama 3.1's reject it."""
+    empty = {"tool_calls": [], "function_call": None, "functions": [], "audio": {}, "name": ""}
+    row = {"messages": [USER, ANSWER | empty], "tools": [], "functions": []}
+    result = read(row, chat=True)
+    assert json.loads(result.messages) == [USER, ANSWER | {"name": ""}] and result.tools == ""
+    assert read(row) == talked(("q", "a"))
+    strict = "{% for m in messages if 'tool_calls' in m %}{{ raise_exception('one call') }}{% endfor %}"
+    assert rendered(result, read_template(tokenizer_with(strict + CHATML), "t"))
+    bare = {"role": "assistant", "tool_calls": []}
+    assert read({"messages": [USER, bare]}, chat=True).reason == "missing_column"
+
+
 @pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content", "name"])
 def test_all_text_of_a_message_is_checked(key: str) -> None:
     row = {"messages": [USER, ANSWER | {key: "half of a pair: \ud83d"}]}
