@@ -168,9 +168,10 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
         call = _parse_json(content)
         content = None
     if call is not None:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
-            raise wrong_type(f"{where} (function_call)", call, "an object with name and arguments")
-        extra["tool_calls"] = [{"type": "function", "function": call}]
+        calls = call if isinstance(call, list) else [call]  # LLaMA-Factory writes parallel calls as a list
+        if not calls or not all(map(_is_call, calls)):
+            raise wrong_type(f"{where} (function_call)", call, "an object with name and arguments, or a list")
+        extra["tool_calls"] = [{"type": "function", "function": each} for each in calls]
     elif not spec.chat and (message.get("function_call") or message.get("tool_calls")):
         raise RowError("wrong_type", f"{where} is a tool call, which only a chat template writes")
     if role is None or (content is None and not extra.get("tool_calls")):
@@ -188,6 +189,11 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     if loss.parts is not None and cleaned != content:
         raise RowError("wrong_type", f"{where} weights parts of a content that clean={spec.clean} changes")
     return Message(role, cleaned, extra, loss)
+
+
+def _is_call(value: Any) -> bool:
+    """Return whether a value is a call of a tool, with a name and arguments."""
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and "arguments" in value
 
 
 def _join_parts(content: list[Any], where: str, name: str) -> str:

@@ -98,6 +98,7 @@ QUESTION = {"ask": "q", "reply": "a"}
 TALK = [{"who": "human", "said": "q"}, {"who": "gpt", "said": "a"}]
 CHAT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 PAIR = {"instruction": "q", "output": "a"}
+F = '{"name": "f", "arguments": {"x": 1}}'  # a call
 USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
 
 
@@ -163,9 +164,12 @@ def test_all_text_of_a_message_is_checked(key: str) -> None:
     ("row", "calls"),
     [
         ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}, 1),
-        ({"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}, 1),
+        ({"from": "function_call", "value": F}, 1),
+        ({"from": "function_call", "value": f"[{F}, {F}]"}, 2),
         ({"role": "assistant", "content": "a", "function_call": None}, 0),
         ({"from": "function_call", "value": "no JSON"}, None),
+        ({"from": "function_call", "value": f"[{F}, 1]"}, None),
+        ({"from": "function_call", "value": "[]"}, None),
     ],
 )
 def test_older_forms_of_tool_calls_are_supported(row: dict[str, Any], calls: int | None) -> None:
