@@ -18,6 +18,7 @@ from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encoding.chat_templates import RefusedError, Renderer, read_template
 from emo.data_prep.encoding.chat_writer import ChatWriter
+from emo.data_prep.encoding.chats import ChatEncoder
 from emo.data_prep.selection.plan import Plan
 from emo.data_prep.shards.verify import verify
 from tests.helpers.chat_templates import CALLING, CHATML, MISTRAL, THINKING, TOOLS, tokenizer_with
@@ -368,6 +369,20 @@ def test_a_system_message_that_is_dropped_after_the_prompt_is_kept_in_every_exam
         assert [text.count("[INST]Be brief.\n\n") for text, _ in examples] == [1] * turns
         assert examples[-1].text.endswith(f"Question {turns - 1}?[/INST] Answer {turns - 1}.</s>")
         assert writer.left_out(chat, examples) == []
+
+
+def test_an_answer_whose_end_is_not_marked_has_no_end_token() -> None:
+    """Otherwise generation would stop at the last token of a content before the first call."""
+    content = "{% generation %}{{ m.content }}{% endgeneration %}"
+    marked = "{% if m.role == 'assistant' %}" + content + "{% else %}{{ m.content }}{% endif %}"
+    saved = tokenizer_with(CALLING.replace("{{ m.content or '' }}", marked))
+    call = talk(("user", "q"), ("assistant", "I look."), tool_calls=[CALL])
+    encoder = ChatEncoder(saved, read_template(saved, "t"))
+    assert learned(encoder.writer, call) == ["I look."]
+    ((_, spans, ends),) = encoder.encode(read_chat(call))
+    assert len(spans) == 1 and ends == []
+    ((ids, _, ends),) = encoder.encode(read_chat(talk(("user", "q"), ("assistant", "a"))))
+    assert ends == ids[-1:]  # <|im_end|>, which follows the mark
 
 
 ADDING = """{% for m in messages %}<|im_start|>{{ m.role }}
