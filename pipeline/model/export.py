@@ -355,7 +355,7 @@ def write_metadata(base: PreTrainedModel, config: RunConfig, target: Path, info:
     if (tokenizer := config.data.dir / "tokenizer").is_dir():
         changed = config.model.rope is not None or rope_type(settings) != "default"
         extended = context_length(settings) if changed else None
-        write_tokenizer(tokenizer, target, data_ends, extended)
+        write_tokenizer(tokenizer, target, data_ends, extended, config.data.template_variables)
     write_text(target / EXPORT_INFO, json.dumps(info, indent=1, default=str))
     write_text(target / "README.md", _model_card(config, info))
 
