@@ -13,16 +13,27 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encoding.chat_templates import RefusedError, Renderer, read_template
 from emo.data_prep.encoding.chat_writer import ChatWriter
 from emo.data_prep.encoding.chats import ChatEncoder
+from emo.data_prep.encoding.templates import Conversation, Exchange, render
+from emo.data_prep.encoding.tokenizer import save_tokenizer
 from emo.data_prep.selection.plan import Plan
 from emo.data_prep.shards.verify import verify
 from tests.helpers.chat_templates import CALLING, CHATML, MISTRAL, THINKING, TOOLS, tokenizer_with
-from tests.helpers.corpus import data_config, prepared, run, segments, train_set, write_jsonl
+from tests.helpers.corpus import (
+    data_config,
+    prepared,
+    run,
+    segments,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
 from tests.helpers.refusals import refused
 from tests.helpers.stock_templates import (
     KINDS,
@@ -279,8 +290,6 @@ def test_a_table_gives_the_same_tokens_as_json_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_a_tokenizer_without_tokenizer_json_can_have_a_template(tmp_path: Path, kind: str) -> None:
-    from tests.helpers.corpus import tiny_tokenizer
-
     directory = tmp_path / "tokenizer"
     directory.mkdir()
     if kind == "bytes":
@@ -312,6 +321,57 @@ def test_a_base_model_gets_a_template_by_name(tmp_path: Path) -> None:
     assert train_set(config).manifest.template == "chatml/1" and not verify(config.dir)[1]
     with refused("template-tokens"):
         prepared(tmp_path, **options(CHATML, template="llama3", dir=str(tmp_path / "other")))
+
+
+def without_prefix_after_specials(directory: Path) -> str:
+    """Save a tokenizer like Mistral's, which begins only a text with a space. Return its directory."""
+    save_tokenizer(tiny_tokenizer(), None, directory)
+    tree = json.loads((directory / "tokenizer.json").read_text())
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    (directory / "tokenizer.json").write_text(json.dumps(tree | {"normalizer": None, "pre_tokenizer": space}))
+    (directory / "tokenizer.model").unlink()
+    return str(directory)
+
+
+@pytest.mark.parametrize("template", ["alpaca", "chat"])
+@pytest.mark.parametrize("kind", ["pieces", "other pieces", "trained"])
+def test_servers_get_a_chat_template_that_equals_a_plain_template(
+    tmp_path: Path, template: str, kind: str
+) -> None:
+    """The ids are those of prepared rows, by transformers' own rendering of the saved tokenizer."""
+    row = messages_of(2, "system")
+    write_jsonl(tmp_path / "a.jsonl", [row] * 2)
+    source: dict[str, Any] = {"tokenizer": str(tiny_tokenizer())}
+    if kind == "other pieces":
+        source = {"tokenizer": without_prefix_after_specials(tmp_path / "tokenizer")}
+    elif kind == "trained":
+        source = {"tokenizer": None, "train_tokenizer": 300}
+    config = data_config(tmp_path, kind="instruct", template=template, sequence_len=512, **source)
+    assert not any("chat template" in line for line in run(config))
+    ((ids, labels),) = segments(train_set(config))
+    served = AutoTokenizer.from_pretrained(config.dir / "tokenizer")
+    for message in (2, 4):
+        prompt = served.apply_chat_template(row["messages"][:message], add_generation_prompt=True)
+        count = len(prompt["input_ids"])
+        assert ids[:count] == prompt["input_ids"] and labels[count - 2] < 0 <= labels[count - 1]
+    alone = served.apply_chat_template(row["messages"][1:2], tokenize=False, add_generation_prompt=True)
+    (turn,) = render(Conversation((Exchange("Question 0?", ""),)), template)
+    assert alone.removeprefix("<s>").lstrip(" ") == turn.text
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_chat_template_that_is_not_used_is_reported_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [talk(("user", f"q{i}"), ("assistant", "a")) for i in range(20)])
+    config = data_config(tmp_path, **options(CHATML, template="alpaca"))
+    if not is_same:
+        monkeypatch.setattr("emo.data_prep.shards.served_template.as_jinja", lambda *_: CHATML)
+    notes = [line for line in run(config) if "chat template" in line]
+    assert "has a chat template, but data.template=alpaca" in notes[0] and len(notes) == 2 - is_same
+    saved = json.loads((config.dir / "tokenizer/tokenizer_config.json").read_text())
+    assert ("### Response:" in saved["chat_template"]) if is_same else ("chat_template" not in saved)
+    assert "already prepared" in "".join(run(config))
 
 
 def test_template_variables_reach_the_template_and_the_settings(tmp_path: Path) -> None:
