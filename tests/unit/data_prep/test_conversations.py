@@ -233,6 +233,13 @@ def test_a_row_with_unsupported_messages_is_rejected(row: Any, reason: str) -> N
     assert isinstance(result, Rejected) and result.reason == reason
 
 
+def test_plain_text_among_instructions_gets_advice() -> None:
+    for chat in (False, True):
+        assert "plain text cannot be mixed into data.kind=instruct" in read({"text": "Once."}, chat).detail
+    for row in ({"ask": "q", "output": "a"}, {"messages": [{"text": "q"}]}):
+        assert "plain text" not in read(row).detail
+
+
 def test_proposed_columns_can_be_read() -> None:
     """No rejected answer is proposed. Named columns take precedence over messages in the same row."""
     for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
