@@ -468,6 +468,24 @@ def test_sniff_marks_supervised_text_and_prefers_the_chat_template(tmp_path: Pat
         assert train_set(config).manifest.documents == 40
 
 
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("a.b.jsonl", "a"),
+        ("*.jsonl", "talks"),
+        ("{a.b,c}.jsonl", "talks"),
+        ("[ab].*", "talks"),
+        ("?/*", "data"),
+    ],
+)
+def test_the_directory_of_a_sniffed_recipe_has_no_pattern(tmp_path: Path, pattern: str, name: str) -> None:
+    for file in ("a.b.jsonl", "c.jsonl", "a.jsonl", "x/a.jsonl"):
+        (tmp_path / "talks" / file).parent.mkdir(exist_ok=True, parents=True)
+        write_jsonl(tmp_path / "talks" / file, [PAIR])
+    _, recipe = sniffed(tmp_path / "talks" / pattern)
+    assert f"dir: runs/data/{name}\n" in recipe
+
+
 def test_sniff_reports_rows_that_no_template_can_write(tmp_path: Path) -> None:
     call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", **call}]
