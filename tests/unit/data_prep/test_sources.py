@@ -231,6 +231,22 @@ def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
     assert {pattern: read(tmp_path, pattern) for pattern in matches} == matches
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+def test_the_position_of_every_reader_ends_at_the_size(tmp_path: Path, ending: str) -> None:
+    """Progress and forecasts depend on it."""
+    table = pa.Table.from_pylist(GOOD)
+    path = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path)
+    elif ending == "csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        path.write_text(json.dumps(GOOD) if ending == "json" else "".join(f"{json.dumps(r)}\n" for r in GOOD))
+    (opened,) = open_inputs(data_config(tmp_path, sources=[{"files": path.name}]))
+    assert opened.position() == 0
+    assert list(opened.pieces()) and opened.position() == opened.size == path.stat().st_size
+
+
 @pytest.mark.parametrize(
     ("pattern", "expanded"),
     [
