@@ -70,6 +70,7 @@ from .encoding.tokenizer import (
     FILES,
     TRAINING_CHARS,
     TokenizerFacts,
+    chat_template,
     read_tokenizer,
     require_end,
     save_tokenizer,
@@ -88,6 +89,7 @@ from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_ag
 from .shards.format import HASHES, MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
 from .shards.reencode import PlainEncoder, ShardCheck
 from .shards.scores import ABOUT, BEGUN, HASH, SCORES
+from .shards.served_template import served_template
 from .shards.write import (
     PLAN,
     TOKENIZER,
@@ -311,6 +313,8 @@ class Preparation:
                 reader.probe()
             if chat is not None and config.template in BUILT_IN:
                 set_chat_template(self.new / TOKENIZER, chat.text)
+            elif config.tokenizer is not None:
+                self._set_served_template(config.tokenizer)
             upload_tree(self.new / TOKENIZER)
             tree = settings(config) | {"format": FORMAT}
             write_text(self.new / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
@@ -328,6 +332,29 @@ class Preparation:
             )
         source = local if local.exists() else name
         save_tokenizer(source, self.config.tokenizer_revision, self.new / TOKENIZER)
+
+    def _set_served_template(self, name: str) -> None:
+        """Give the saved tokenizer a chat template that equals data.template=alpaca or chat.
+
+        name: the tokenizer in the recipe, for notes.
+        """
+        template = self.config.template
+        if self.config.kind != "instruct" or self.config.by_chat_template:
+            return
+        existing = chat_template(self.new / TOKENIZER)
+        served = served_template(template, self.new / TOKENIZER)
+        if existing not in (None, served):
+            self.say(
+                f"note: tokenizer {name} has a chat template, but data.template={template} writes the "
+                "prompts. To use the template of the tokenizer set data.template=chat_template"
+            )
+        if served is None:
+            self.say(
+                f"note: no chat template gives the tokens of data.template={template} with tokenizer {name}, "
+                "so exports have no chat template"
+            )
+        if existing != served:
+            set_chat_template(self.new / TOKENIZER, served)
 
     def clear(self, patterns: tuple[str, ...] = UNFINISHED) -> None:
         """Remove files in `.new`, unless another job has taken over the planning and uses them."""
@@ -441,7 +468,9 @@ class Preparation:
         rows = (row for part in parts for row in take(part.payload, part.spec, part.copies.tolist()))
         model = self.new / TOKENIZER / "tokenizer.model"
         train_sentencepiece(map(plain_text, rows), config.train_tokenizer, model)
-        return save_tokenizer(model, None, self.new / TOKENIZER)
+        facts = save_tokenizer(model, None, self.new / TOKENIZER)
+        self._set_served_template("that was trained")
+        return facts
 
     def _hash_sources(self, plan: Plan, inputs: list[SourceReader]) -> Hashes:
         """Return hashes of the local sources, and add missing ones and that of the tasks to the plan."""

@@ -345,6 +345,13 @@ def _characters(row: Row, template: str) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.repeat([supervised for _, supervised in parts], [len(text) for text, _ in parts])
 
 
+def _name_of(files: str) -> str:
+    """Return a name for the data of files: that of the file, or of its folder if the name is a pattern."""
+    path = Path(files.partition("://")[2] or files)
+    names = (path.name.split(".")[0], path.absolute().parent.name)
+    return next((name for name in names if name and not set(name) & set("*?[{}")), "data")
+
+
 def make_recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) -> str:
     """Return the `data` section for a file as YAML.
 
@@ -357,7 +364,7 @@ def make_recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int
     size = look.input.size * look.files
     source = {"files": files if "://" in files else str(Path(files).expanduser().absolute())}
     shards = min(64, max(1, size // SHARD_BYTES))
-    data: dict[str, object] = {"dir": f"runs/data/{Path(files).name.split('.')[0] or 'data'}"}
+    data: dict[str, object] = {"dir": f"runs/data/{_name_of(files)}"}
     local = Path(tokenizer) if tokenizer is not None and Path(tokenizer).exists() else None
     data["tokenizer"] = str(local.absolute()) if local else tokenizer or DEFAULT_TOKENIZER
     tokens = sum(lengths)

@@ -34,6 +34,7 @@ EMPTY_THINKING = re.compile(
 # Thinking at the beginning of a content.
 THOUGHT = re.compile(r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
+PREFACES = ("system", "developer")  # roles of the message before all others
 BUILT_IN = {
     "chatml": (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -103,7 +104,7 @@ def read_template(
         reasoning: data.reasoning.
         reasoning_weight: data.reasoning_weight.
     """
-    from .tokenizer import chat_template, special_names
+    from .tokenizer import chat_template
     from .words import special_tokens
 
     known = special_tokens(directory)
@@ -133,10 +134,19 @@ def read_template(
             "the name or remove it",
             code="template-variable",
         )
-    specials = tuple(sorted(known, key=len, reverse=True))  # the longest match is used
-    names = tuple(sorted(special_names(directory).items()))
     written = json.dumps(variables or {}, sort_keys=True, default=str)  # YAML reads a date as one
-    return ChatTemplate(text, names, specials, written, reasoning, reasoning_weight)
+    return with_tokens(text, directory)._replace(
+        variables=written, reasoning=reasoning, reasoning_weight=reasoning_weight
+    )
+
+
+def with_tokens(text: str, directory: Path) -> ChatTemplate:
+    """Return a chat_template for the special tokens of a saved tokenizer."""
+    from .tokenizer import special_names
+    from .words import special_tokens
+
+    specials = tuple(sorted(special_tokens(directory), key=len, reverse=True))  # the longest match is used
+    return ChatTemplate(text, tuple(sorted(special_names(directory).items())), specials)
 
 
 def fixed_date(variables: Mapping[str, object]) -> datetime.date:

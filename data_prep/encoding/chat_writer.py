@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .chat_templates import EMPTY_THINKING, REASONING, ChatTemplate, Message, RefusedError, Renderer
+from .chat_templates import EMPTY_THINKING, PREFACES, REASONING, ChatTemplate, Message, RefusedError, Renderer
 from .message_forms import (
     CALL_FORMS,
     CALL_PROBE,
@@ -297,7 +297,7 @@ class ChatWriter:
         prompt, _ = self.renderer.write(messages[:index], tools, prompt=True)
         text, _ = self.renderer.write(messages[: index + 1], tools)
         edit = UNEDITED
-        if not text.startswith(prompt) and (rest := self._after_dropped_reasoning(messages, tools, index)):
+        if not text.startswith(prompt) and (rest := self._after_dropped_text(messages, tools, index)):
             edit = Edit(kept=len(prompt) + len(rest) - len(text))
             text = prompt + rest
         if not text.startswith(prompt):
@@ -347,18 +347,28 @@ class ChatWriter:
             raise _unlearnable("no special token ends an answer in it, so that no end would be learned")
         return body, body, end
 
-    def _after_dropped_reasoning(self, messages: list[Message], tools: Any, index: int) -> str:
-        """Return the text after the prompt if the answer makes the template drop earlier reasoning.
+    def _after_dropped_text(self, messages: list[Message], tools: Any, index: int) -> str:
+        """Return the text after the prompt if the answer makes the template drop an earlier part of it.
 
-        gpt-oss writes the reasoning of calls until their final answer comes. Without that reasoning the
-        prompt is the beginning of the text. Returns '' if it is not.
+        gpt-oss writes the reasoning of calls until their final answer comes. Mistral writes the system
+        message in front of the last message if it is the user's. Without that part the prompt is the
+        beginning of the text. Returns '' if it is not.
         """
-        if not any(reasoning_of(message) for message in messages[:index] if message["role"] == "assistant"):
-            return ""
-        bare = [{k: v for k, v in message.items() if k not in REASONING} for message in messages[:index]]
-        prompt, _ = self.renderer.write(bare, tools, prompt=True)
-        text, _ = self.renderer.write([*bare, messages[index]], tools)
-        return text[len(prompt) :] if text.startswith(prompt) else ""
+        earlier = messages[:index]
+        shorter = []
+        if any(reasoning_of(message) for message in earlier if message["role"] == "assistant"):
+            shorter.append([{k: v for k, v in message.items() if k not in REASONING} for message in earlier])
+        if messages[0]["role"] in PREFACES:
+            shorter.append(earlier[1:])
+        for bare in shorter:
+            try:
+                prompt, _ = self.renderer.write(bare, tools, prompt=True)
+                text, _ = self.renderer.write([*bare, messages[index]], tools)
+            except RefusedError:
+                continue
+            if text.startswith(prompt):
+                return text[len(prompt) :]
+        return ""
 
     @cached_property
     def _ends(self) -> dict[str, tuple[str, str]]:
@@ -420,7 +430,8 @@ class ChatWriter:
                 return None
             roles = tuple(message["role"] for message in messages[max(0, index - 1) : index + 2])
             tags = tuple(tag[0] for tag in TAGS.finditer(str(messages[index].get("content"))))
-            key = part.around, part.fields, signed.fields_of(index), tags, roles, bool(tools)
+            first = messages[0]["role"]  # some templates move a system message
+            key = part.around, part.fields, signed.fields_of(index), tags, roles, first, bool(tools)
             if key not in self._offsets:
                 span = _find_within(self._write_answer(messages, tools, index), last, self.template)
                 if len(self._offsets) >= CACHE_SIZE:
@@ -461,13 +472,15 @@ class ChatWriter:
         seen = set[int]()
         indices = assistant_indices(messages)
         for example in reversed(examples):
-            part = signed.messages[: indices[example.answers[-1].number] + 1]
-            try:
-                seen |= SignedText(signed, self.renderer.write(part, signed.tools)[0]).signs
-            except RefusedError:
-                return None, seen  # signs in the fields make the template fail
-            if len(seen) >= len(signed.fields):
-                return None, seen
+            end = indices[example.answers[-1].number]
+            # Parts of the prompt that the template drops once the answer follows are in the example, too.
+            for part, prompt in ((signed.messages[: end + 1], False), (signed.messages[:end], True)):
+                try:
+                    seen |= SignedText(signed, self.renderer.write(part, signed.tools, prompt)[0]).signs
+                except RefusedError:
+                    return None, seen  # signs in the fields make the template fail
+                if len(seen) >= len(signed.fields):
+                    return None, seen
         return signed, seen
 
 

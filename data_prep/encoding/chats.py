@@ -94,7 +94,8 @@ class ChatEncoder:
                 starts = [start for start, _ in stretch.offsets[masked:]]
                 begin, stop = len(prompt) + masked, len(prompt) + len(stretch.ids)
                 spans += weighted_answer(begin, stop, starts, answer.weights)
-                ends += stretch.ids[-1:]
+                if self.writer.template.last(text):  # a template may mark less than the end as supervised
+                    ends += stretch.ids[-1:]
                 if number < len(example.answers) and self._merges(example.text[: answer.start], text):
                     # Later prompts have other ids for this answer, so they become another example.
                     encoded.append(EncodedExample(prompt + stretch.ids, spans, ends))

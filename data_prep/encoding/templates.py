@@ -8,6 +8,7 @@ A Chat is written by a chat_template instead, see chat_writer.py.
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 from .weights import AnswerWeights
@@ -55,6 +56,39 @@ _ALPACA_INPUT = (
     _ALPACA + ", paired with an input that provides further context. "
     "Write a response that appropriately completes the request."
 )
+
+# `render` as Jinja: how messages of the system and the user are written, and what begins an answer.
+_AS_JINJA = {
+    "alpaca": (
+        r"{% if message.role == 'system' %}{{ (message.content or PREFACE) + '\n\n' }}"
+        r"{% elif message.role == 'user' %}{% if loop.first %}{{ PREFACE + '\n\n' }}{% endif %}"
+        r"{{ '### Instruction:\n' + message.content + '\n\n' }}",
+        r"'### Response:'",
+    ),
+    "chat": (
+        r"{% if message.role == 'system' %}{% if message.content %}{{ message.content + '\n\n' }}{% endif %}"
+        r"{% elif message.role == 'user' %}{{ 'USER: ' + message.content + '\n' }}",
+        r"'ASSISTANT:\n'",
+    ),
+}
+
+
+def as_jinja(template: str, start: str, gap: str) -> str:
+    """Return a chat template that writes messages as `render` does, for programs that serve a model.
+
+    Args:
+        template: alpaca or chat.
+        start: The special tokens before every text.
+        gap: The text between a special token and the text after it.
+    """
+    turns, answer = _AS_JINJA[template]
+    begin = f"{{{{ {json.dumps(start + gap, ensure_ascii=False)} }}}}" if start else ""
+    between = f"{{% if not loop.last %}}{{{{ '{gap}' }}}}{{% endif %}}" if gap else ""
+    return (
+        f"{begin}{{% for message in messages %}}{turns.replace('PREFACE', repr(_ALPACA_PLAIN))}"
+        f"{{% else %}}{{{{ {answer} + message.content + eos_token }}}}{between}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {answer} }}}}{{% endif %}}"
+    )
 
 
 def render(conversation: Conversation, template: str) -> list[Turn]:

@@ -303,10 +303,12 @@ def chat_template(directory: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def set_chat_template(directory: Path, template: str) -> None:
-    """Give a saved tokenizer a chat template."""
+def set_chat_template(directory: Path, template: str | None) -> None:
+    """Give a saved tokenizer a chat template, or remove its template."""
     file = directory / "tokenizer_config.json"
     tree = read_json(file, FILE_BYTES) | {"chat_template": template}
+    if template is None:
+        del tree["chat_template"]
     file.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..encoding.chat_templates import PREFACES
 from ..encoding.templates import Chat, Conversation, Exchange
 from ..encoding.weights import AnswerWeights, Part
 from .spec import RowError, RowSpec, chat_column, clean_text, first_present, missing_column, wrong_type
@@ -19,7 +20,6 @@ ROLES = {
     "tool": ("tool", "function", "observation"),
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
-PREFACES = ("system", "developer")
 # Keys of a message that turn its loss on or off, and their value for a message with loss: axolotl's train and
 # training, ms-swift's loss, torchtune's masked.
 LOSS_KEYS = {"train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
@@ -161,15 +161,17 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     keys = (*roles, *contents, *ALL_LOSS_KEYS)
     extra: dict[str, object] = {}
     if spec.chat:
-        extra = {k: v for k, v in message.items() if k not in keys and v is not None}
+        # Servers log fields that a message lacks as null or as an empty list.
+        extra = {k: v for k, v in message.items() if k not in keys and v not in (None, [], {})}
     call = extra.pop("function_call", None)  # OpenAI's older form, and ShareGPT's as a role
     if role == "function_call" and spec.chat:
         call = _parse_json(content)
         content = None
     if call is not None:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
-            raise wrong_type(f"{where} (function_call)", call, "an object with name and arguments")
-        extra["tool_calls"] = [{"type": "function", "function": call}]
+        calls = call if isinstance(call, list) else [call]  # LLaMA-Factory writes parallel calls as a list
+        if not calls or not all(map(_is_call, calls)):
+            raise wrong_type(f"{where} (function_call)", call, "an object with name and arguments, or a list")
+        extra["tool_calls"] = [{"type": "function", "function": each} for each in calls]
     elif not spec.chat and (message.get("function_call") or message.get("tool_calls")):
         raise RowError("wrong_type", f"{where} is a tool call, which only a chat template writes")
     if role is None or (content is None and not extra.get("tool_calls")):
@@ -187,6 +189,11 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     if loss.parts is not None and cleaned != content:
         raise RowError("wrong_type", f"{where} weights parts of a content that clean={spec.clean} changes")
     return Message(role, cleaned, extra, loss)
+
+
+def _is_call(value: Any) -> bool:
+    """Return whether a value is a call of a tool, with a name and arguments."""
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and "arguments" in value
 
 
 def _join_parts(content: list[Any], where: str, name: str) -> str:

@@ -96,12 +96,33 @@ def _open_matches(source: Source, spec: RowSpec, config: DataConfig) -> Iterator
 
 def expand_braces(pattern: str) -> list[str]:
     """Return the patterns that a pattern with {a,b} stands for, as in a shell."""
-    match = re.search(r"\{([^{}]*,[^{}]*)\}", pattern)
-    if match is None:
-        return [pattern]
-    before = pattern[: match.start()]
-    after = pattern[match.end() :]
-    return [each for choice in match[1].split(",") for each in expand_braces(f"{before}{choice}{after}")]
+    for match in re.finditer(r"\{", pattern):
+        choices, end = _split_choices(pattern, match.end())
+        if len(choices) > 1:
+            rests = expand_braces(pattern[end:])
+            inner = [text for choice in choices for text in expand_braces(choice)]
+            return [pattern[: match.start()] + text + rest for text in inner for rest in rests]
+    return [pattern]
+
+
+def _split_choices(pattern: str, start: int) -> tuple[list[str], int]:
+    """Return the choices of the braces that open before `start`, and the position after them.
+
+    Returns no choices if the braces are not closed. Before the first comma, a closing brace is text, as in
+    bash.
+    """
+    choices: list[str] = []
+    depth = 0
+    begin = start
+    for position in range(start, len(pattern)):
+        character = pattern[position]
+        if depth == 0 and (character == "," or (character == "}" and choices)):
+            choices.append(pattern[begin:position])
+            begin = position + 1
+            if character == "}":
+                return choices, begin
+        depth = max(0, depth + {"{": 1, "}": -1}.get(character, 0))
+    return [], len(pattern)
 
 
 def _find_matches(pattern: str, root: Path) -> list[tuple[Path, str]]:

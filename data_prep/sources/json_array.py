@@ -20,7 +20,6 @@ class JsonReader(TableReader):
     """Reads a .json file with an array of rows, or with an object that holds one array of rows."""
 
     _held: ClassVar[tuple[JsonReader, list[Any]] | None] = None  # one file at a time, as it may be large
-    _read_share = 0.0  # from 0 to 1
 
     def rows(self, start: int) -> Iterator[Any]:
         if JsonReader._held is None or JsonReader._held[0] is not self:
@@ -30,9 +29,6 @@ class JsonReader(TableReader):
         for number in range(start, len(rows)):
             self._read_share = (number + 1) / len(rows)
             yield rows[number]
-
-    def position(self) -> int:
-        return int(self._read_share * self.size)
 
     def _load(self) -> list[Any]:
         with open_text(self.path) as stream:

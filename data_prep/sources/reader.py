@@ -47,6 +47,7 @@ class SourceReader(ABC):
 
     split = 0  # index in DataConfig.splits of the split that the rows belong to
     cuttable = False  # whether a range of the file can be read without the bytes before it
+    _read_share = 0.0  # part of the file that was read, from 0 to 1, in readers that do not set `_raw`
     # The last partly read file: its reader, its stream, the next position, and the last piece, which two
     # shards may share. Shards take rows in order, so the next shard continues from here. One for all readers,
     # since each keeps a file open.
@@ -89,7 +90,7 @@ class SourceReader(ABC):
     def position(self) -> int:
         """Return how many of the stored bytes `pieces` has read."""
         if self._raw is None:
-            return 0
+            return int(self._read_share * self.size)
         return self.size if self._raw.closed else self._raw.tell()
 
     def pinned(self) -> dict[str, object]:

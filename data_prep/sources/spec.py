@@ -115,6 +115,9 @@ def missing_column(row: Mapping[str, object], names: Sequence[str], spec: RowSpe
     hint = "name yours in the source's columns, as emo sniff proposes"
     if spec.kind == "text" and (first_present(row, NAMES["output"]) or first_present(row, CHAT_COLUMNS)):
         hint = "for instructions set data.kind=instruct"
+    if spec.kind == "instruct" and names == spec.names("instruction") and isinstance(row.get("text"), str):
+        hint = "plain text cannot be mixed into data.kind=instruct. Write it as chats, or train on it with "
+        hint += "data.kind=text"
     if {"message_id", "parent_id"} <= row.keys() or "message_tree_id" in row:
         hint = "these are trees of OpenAssistant. Write each path from a prompt to a reply as messages first"
     return RowError("missing_column", f"no column {' or '.join(names)}. Present: {present}; {hint}"[:330])

@@ -104,7 +104,6 @@ def _as_record(fields: list[str], names: list[str], quoted: bool) -> dict[str, s
 class ParquetReader(TableReader):
     """Reads a parquet file. Reading can begin at any row group."""
 
-    _read_share = 0.0  # from 0 to 1
     _group_ends: tuple[int, ...] = ()  # the row after the last of each row group
 
     def rows(self, start: int) -> Iterator[Any]:
@@ -128,9 +127,6 @@ class ParquetReader(TableReader):
             raise UserError(
                 f"{self.name} is not a readable parquet file ({one_line(error, 200)})", code="damaged-file"
             ) from None
-
-    def position(self) -> int:
-        return int(self._read_share * self.size)
 
     def can_skip(self, end: int, start: int) -> bool:
         return bisect_right(self._group_ends, start) > bisect_right(self._group_ends, end)

@@ -364,7 +364,7 @@ def write_metadata(base: PreTrainedModel, config: RunConfig, target: Path, info:
     if (tokenizer := config.data.dir / "tokenizer").is_dir():
         changed = config.model.rope is not None or rope_type(settings) != "default"
         extended = context_length(settings) if changed else None
-        write_tokenizer(tokenizer, target, data_ends, extended)
+        write_tokenizer(tokenizer, target, data_ends, extended, config.data.template_variables)
     copy_processor(base, config.model.path, config.model.revision, target)
     write_text(target / EXPORT_INFO, json.dumps(info, indent=1, default=str))
     write_text(target / "README.md", _model_card(config, info))

@@ -95,13 +95,20 @@ def _set_conversions(model: PreTrainedModel) -> list[WeightTransform]:
     return model._weight_conversions
 
 
-def write_tokenizer(source: Path, directory: Path, ends: list[int], context: int | None = None) -> None:
+def write_tokenizer(
+    source: Path,
+    directory: Path,
+    ends: list[int],
+    context: int | None = None,
+    variables: Mapping[str, object] | None = None,
+) -> None:
     """Copy the tokenizer of prepared data, and set its eos_token to the end of supervised text if possible.
 
     Programs look for the end of a reply in different files: `generate` and vLLM stop at any eos_token_id of
     generation_config.json, llama.cpp and others only at the tokenizer's eos_token. It stays as it is if
     `ends`, the tokens that end supervised answers or documents, are several, or if the chat template itself
-    writes eos_token. `model_max_length` is raised to the extended `context` of the model.
+    writes eos_token. `model_max_length` is raised to the extended `context` of the model. `variables`, which
+    are data.template_variables, become defaults of the chat template.
     """
     shutil.copytree(source, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     file = directory / "tokenizer_config.json"
@@ -111,6 +118,8 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int], context: int
         token = settings.get("added_tokens_decoder", {}).get(str(ends[0]))
         if token is not None and token["special"]:
             settings["eos_token"] = token["content"]
+    if isinstance(template := settings.get("chat_template"), str):
+        settings["chat_template"] = _template_defaults(variables or {}) + template
     if context is not None and settings.get("model_max_length", context) < context:
         settings["model_max_length"] = context
     if settings != before:
@@ -129,6 +138,20 @@ def copy_processor(model: PreTrainedModel, source: str | None, revision: str | N
         options["_raise_exceptions_for_connection_errors"] = False
         if (file := cached_file(source, name, revision=revision, **options)) is not None:
             shutil.copyfile(file, directory / name)
+
+
+def _template_defaults(variables: Mapping[str, object]) -> str:
+    """Return the beginning of a chat template that sets variables which the caller of the template does not.
+
+    A server then prompts the model as in training. `date` has no default: training data get a fixed date, but
+    a server should write the current one. Lists and mappings have none either.
+    """
+    lines = ""
+    for name, value in variables.items():
+        if name != "date" and name.isidentifier() and isinstance(value, str | int | float | None):
+            literal = "none" if value is None else json.dumps(value, ensure_ascii=False)
+            lines += f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}\n"
+    return lines
 
 
 def check_exported_tokenizer(directory: Path, rows: Tensor) -> None:

@@ -442,6 +442,12 @@ def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu:
     warnings = []
     if config.model.lora is not None and config.model.lora.use_dora:
         warnings.append("DoRA's activations are not planned. They can double those of LoRA.")
+    template = config.data.template
+    frozen = config.model.lora is not None and not config.model.lora.train_embeddings
+    if frozen and config.data.by_chat_template and template != "chat_template":
+        problem = f"LoRA may not teach a base model the special tokens of data.template={template}, so that"
+        cure = "Set model.lora.train_embeddings=true in a new output_dir, unless the model knows the tokens."
+        warnings.append(f"{problem} its answers do not end. {cure}")
     for portion in ready.order.portions(steps) if isinstance(ready.order, MixedOrder) and steps else ():
         if portion.epochs > REPEATED:
             cure = "Repeated text teaches less: lower its share, or set train.mixture.max_epochs."

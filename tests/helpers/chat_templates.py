@@ -18,6 +18,16 @@ LLAMA = (  # [INST] is not a special token, EOS ends an answer, and other roles 
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content|trim + eos_token }}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
+MISTRAL = (  # the system message and the tools are only written in front of the user's last message
+    "{% set users = messages | selectattr('role', 'eq', 'user') | list %}{{ bos_token }}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and m == users[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST]{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
+    "{{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | map(attribute='function') | list | tojson }}"
+    "{{ eos_token }}{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
 LEARNED = "{% if m.role == 'assistant' %}{% generation %}" + SAYS + "{% endgeneration %}"
 MARKED = CHATML.replace(SAYS, LEARNED + "{% else %}" + SAYS + "{% endif %}")  # marks the assistant's text
 THOUGHTS = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"

@@ -1,4 +1,4 @@
-"""The chat templates that TRL ships, stand-in tokenizers for them, and their expected examples."""
+"""TRL's chat templates and one like Mistral's, stand-in tokenizers for them, and their expected examples."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from emo.data_prep.encoding.templates import Chat
 from emo.data_prep.encoding.tokenizer import save_tokenizer
 from emo.data_prep.sources.rows import JudgedRow, judge_rows
 from emo.data_prep.sources.spec import Rejected, RowSpec
+from tests.helpers.chat_templates import MISTRAL
 from tests.helpers.corpus import lasting_directory
 
 BAR, LINE = "\uff5c", "\u2581"  # in the special tokens of DeepSeek
@@ -39,6 +40,7 @@ ENDS = {
     "smolvlm": ("<end_of_utterance>",) * 2,
     "llama3": ("<|eot_id|>",) * 2,
     "llava": ("</s>",) * 2,
+    "mistral": ("</s>",) * 2,
     "muse": ("<|eot|>",) * 2,
     "phi3": ("<|end|>",) * 2,
 }
@@ -46,10 +48,13 @@ CHATML_END = "<|im_end|>"
 
 
 def stock_templates() -> dict[str, str]:
-    """Return the templates of the installed TRL by name, or none without TRL."""
+    """Return the templates of the installed TRL and MISTRAL by name, or none without TRL."""
     found = importlib.util.find_spec("trl")
-    folder = Path(str(found.origin)).parent / "chat_templates" if found else Path("none")
-    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))}
+    if not found:
+        return {}
+    folder = Path(str(found.origin)).parent / "chat_templates"
+    stock = {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))}
+    return stock | {"mistral": MISTRAL}
 
 
 def end_of(name: str, calls: bool) -> str:
@@ -159,9 +164,9 @@ def expected(name: str, row: dict[str, Any]) -> tuple[list[list[int]], list[str]
             continue
         prompt = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, **options)
         after = tokenizer.apply_chat_template(messages[: place + 1], **options)
-        begun = "<|start|>assistant"
-        if name.startswith("gptoss") and not after.startswith(prompt):
-            # reasoning before a call is part of the answer
+        # gptoss: reasoning before a call is part of the answer. mistral: the system message is dropped
+        begun = "[/INST]" if name == "mistral" else "<|start|>assistant" if name.startswith("gptoss") else ""
+        if begun and not after.startswith(prompt):
             answer = after[after.rindex(begun) + len(begun) :]
         elif after.startswith(prompt.rstrip()):
             answer = after[len(prompt) if after.startswith(prompt) else len(prompt.rstrip()) :]

@@ -13,15 +13,27 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encoding.chat_templates import RefusedError, Renderer, read_template
 from emo.data_prep.encoding.chat_writer import ChatWriter
+from emo.data_prep.encoding.chats import ChatEncoder
+from emo.data_prep.encoding.templates import Conversation, Exchange, render
+from emo.data_prep.encoding.tokenizer import save_tokenizer
 from emo.data_prep.selection.plan import Plan
 from emo.data_prep.shards.verify import verify
-from tests.helpers.chat_templates import CALLING, CHATML, THINKING, TOOLS, tokenizer_with
-from tests.helpers.corpus import data_config, prepared, run, segments, train_set, write_jsonl
+from tests.helpers.chat_templates import CALLING, CHATML, MISTRAL, THINKING, TOOLS, tokenizer_with
+from tests.helpers.corpus import (
+    data_config,
+    prepared,
+    run,
+    segments,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
 from tests.helpers.refusals import refused
 from tests.helpers.stock_templates import (
     KINDS,
@@ -38,8 +50,8 @@ needs_trl = pytest.mark.skipif(
 )
 FAMILIES = [
     "cohere2", "deepseekv3", "diffusion_gemma_training", "gemma4", "glm4moe", "gptoss", "lfm2_2_5",
-    "llama3_1", "muse_glimmer", "nemotron_3_5_lightning", "phi3", "phi3_training", "qwen2_5", "qwen3",
-    "qwen3_5_think", "smolvlm",
+    "llama3_1", "mistral", "muse_glimmer", "nemotron_3_5_lightning", "phi3", "phi3_training", "qwen2_5",
+    "qwen3", "qwen3_5_think", "smolvlm",
 ]  # fmt: skip
 
 
@@ -94,7 +106,7 @@ def test_examples_are_prompts_of_generation_and_answers(name: str) -> None:
 
 
 @needs_trl
-@pytest.mark.parametrize("name", ["qwen3", "lfm2_2_5", "gptoss"])
+@pytest.mark.parametrize("name", ["qwen3", "lfm2_2_5", "gptoss", "mistral"])
 def test_signs_give_the_same_examples_as_rendering_every_prompt(name: str) -> None:
     """A writer that remembers earlier chats agrees with exact rendering for chats of many shapes."""
     rng = random.Random(1)
@@ -278,8 +290,6 @@ def test_a_table_gives_the_same_tokens_as_json_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_a_tokenizer_without_tokenizer_json_can_have_a_template(tmp_path: Path, kind: str) -> None:
-    from tests.helpers.corpus import tiny_tokenizer
-
     directory = tmp_path / "tokenizer"
     directory.mkdir()
     if kind == "bytes":
@@ -311,6 +321,57 @@ def test_a_base_model_gets_a_template_by_name(tmp_path: Path) -> None:
     assert train_set(config).manifest.template == "chatml/1" and not verify(config.dir)[1]
     with refused("template-tokens"):
         prepared(tmp_path, **options(CHATML, template="llama3", dir=str(tmp_path / "other")))
+
+
+def without_prefix_after_specials(directory: Path) -> str:
+    """Save a tokenizer like Mistral's, which begins only a text with a space. Return its directory."""
+    save_tokenizer(tiny_tokenizer(), None, directory)
+    tree = json.loads((directory / "tokenizer.json").read_text())
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    (directory / "tokenizer.json").write_text(json.dumps(tree | {"normalizer": None, "pre_tokenizer": space}))
+    (directory / "tokenizer.model").unlink()
+    return str(directory)
+
+
+@pytest.mark.parametrize("template", ["alpaca", "chat"])
+@pytest.mark.parametrize("kind", ["pieces", "other pieces", "trained"])
+def test_servers_get_a_chat_template_that_equals_a_plain_template(
+    tmp_path: Path, template: str, kind: str
+) -> None:
+    """The ids are those of prepared rows, by transformers' own rendering of the saved tokenizer."""
+    row = messages_of(2, "system")
+    write_jsonl(tmp_path / "a.jsonl", [row] * 2)
+    source: dict[str, Any] = {"tokenizer": str(tiny_tokenizer())}
+    if kind == "other pieces":
+        source = {"tokenizer": without_prefix_after_specials(tmp_path / "tokenizer")}
+    elif kind == "trained":
+        source = {"tokenizer": None, "train_tokenizer": 300}
+    config = data_config(tmp_path, kind="instruct", template=template, sequence_len=512, **source)
+    assert not any("chat template" in line for line in run(config))
+    ((ids, labels),) = segments(train_set(config))
+    served = AutoTokenizer.from_pretrained(config.dir / "tokenizer")
+    for message in (2, 4):
+        prompt = served.apply_chat_template(row["messages"][:message], add_generation_prompt=True)
+        count = len(prompt["input_ids"])
+        assert ids[:count] == prompt["input_ids"] and labels[count - 2] < 0 <= labels[count - 1]
+    alone = served.apply_chat_template(row["messages"][1:2], tokenize=False, add_generation_prompt=True)
+    (turn,) = render(Conversation((Exchange("Question 0?", ""),)), template)
+    assert alone.removeprefix("<s>").lstrip(" ") == turn.text
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_chat_template_that_is_not_used_is_reported_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [talk(("user", f"q{i}"), ("assistant", "a")) for i in range(20)])
+    config = data_config(tmp_path, **options(CHATML, template="alpaca"))
+    if not is_same:
+        monkeypatch.setattr("emo.data_prep.shards.served_template.as_jinja", lambda *_: CHATML)
+    notes = [line for line in run(config) if "chat template" in line]
+    assert "has a chat template, but data.template=alpaca" in notes[0] and len(notes) == 2 - is_same
+    saved = json.loads((config.dir / "tokenizer/tokenizer_config.json").read_text())
+    assert ("### Response:" in saved["chat_template"]) if is_same else ("chat_template" not in saved)
+    assert "already prepared" in "".join(run(config))
 
 
 def test_template_variables_reach_the_template_and_the_settings(tmp_path: Path) -> None:
@@ -349,6 +410,39 @@ def test_a_mark_on_the_end_token_alone_belongs_to_its_answer() -> None:
     writer = writer_of(CHATML.replace("{{ m.content }}<|im_end|>", part))
     turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
     assert learned(writer, talk(*turns)) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_system_message_that_is_dropped_after_the_prompt_is_kept_in_every_example() -> None:
+    """The form of a chat without system message, which is one example, is not remembered for one with it."""
+    writer = writer_of(MISTRAL)
+    calling = messages_of(1, "tools")["messages"]
+    system = {"role": "system", "content": "Be brief."}
+    assert len(writer.examples(read_chat({"messages": calling}))) == 1
+    chat = read_chat({"messages": [system, *calling]})
+    call, answer = writer.examples(chat)
+    assert call.text.startswith("<s>[INST]Be brief.\n\nQuestion 0?[/INST][TOOL_CALLS]")
+    assert answer.text.startswith("<s>[INST]Question 0?[/INST][TOOL_CALLS]")  # as in generation
+    assert "system" not in writer.left_out(chat, [call, answer])
+    for turns in (1, 2):
+        chat = read_chat(messages_of(turns, "system"))
+        examples = writer.examples(chat)
+        assert [text.count("[INST]Be brief.\n\n") for text, _ in examples] == [1] * turns
+        assert examples[-1].text.endswith(f"Question {turns - 1}?[/INST] Answer {turns - 1}.</s>")
+        assert writer.left_out(chat, examples) == []
+
+
+def test_an_answer_whose_end_is_not_marked_has_no_end_token() -> None:
+    """Otherwise generation would stop at the last token of a content before the first call."""
+    content = "{% generation %}{{ m.content }}{% endgeneration %}"
+    marked = "{% if m.role == 'assistant' %}" + content + "{% else %}{{ m.content }}{% endif %}"
+    saved = tokenizer_with(CALLING.replace("{{ m.content or '' }}", marked))
+    call = talk(("user", "q"), ("assistant", "I look."), tool_calls=[CALL])
+    encoder = ChatEncoder(saved, read_template(saved, "t"))
+    assert learned(encoder.writer, call) == ["I look."]
+    ((_, spans, ends),) = encoder.encode(read_chat(call))
+    assert len(spans) == 1 and ends == []
+    ((ids, _, ends),) = encoder.encode(read_chat(talk(("user", "q"), ("assistant", "a"))))
+    assert ends == ids[-1:]  # <|im_end|>, which follows the mark
 
 
 ADDING = """{% for m in messages %}<|im_start|>{{ m.role }}

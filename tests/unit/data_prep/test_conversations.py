@@ -98,6 +98,7 @@ QUESTION = {"ask": "q", "reply": "a"}
 TALK = [{"who": "human", "said": "q"}, {"who": "gpt", "said": "a"}]
 CHAT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 PAIR = {"instruction": "q", "output": "a"}
+F = '{"name": "f", "arguments": {"x": 1}}'  # a call
 USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
 
 
@@ -138,6 +139,19 @@ def test_a_call_with_text_needs_a_chat_template() -> None:
     assert isinstance(rejected, Rejected) and rejected.reason == "wrong_type"
 
 
+def test_empty_lists_and_nulls_of_a_message_are_like_missing_keys() -> None:
+    """OpenAI-compatible servers log `tool_calls: []`, but templates like Llama 3.1's reject it."""
+    empty = {"tool_calls": [], "function_call": None, "functions": [], "audio": {}, "name": ""}
+    row = {"messages": [USER, ANSWER | empty], "tools": [], "functions": []}
+    result = read(row, chat=True)
+    assert json.loads(result.messages) == [USER, ANSWER | {"name": ""}] and result.tools == ""
+    assert read(row) == talked(("q", "a"))
+    strict = "{% for m in messages if 'tool_calls' in m %}{{ raise_exception('one call') }}{% endfor %}"
+    assert rendered(result, read_template(tokenizer_with(strict + CHATML), "t"))
+    bare = {"role": "assistant", "tool_calls": []}
+    assert read({"messages": [USER, bare]}, chat=True).reason == "missing_column"
+
+
 @pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content", "name"])
 def test_all_text_of_a_message_is_checked(key: str) -> None:
     row = {"messages": [USER, ANSWER | {key: "half of a pair: \ud83d"}]}
@@ -150,9 +164,12 @@ def test_all_text_of_a_message_is_checked(key: str) -> None:
     ("row", "calls"),
     [
         ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}, 1),
-        ({"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}, 1),
+        ({"from": "function_call", "value": F}, 1),
+        ({"from": "function_call", "value": f"[{F}, {F}]"}, 2),
         ({"role": "assistant", "content": "a", "function_call": None}, 0),
         ({"from": "function_call", "value": "no JSON"}, None),
+        ({"from": "function_call", "value": f"[{F}, 1]"}, None),
+        ({"from": "function_call", "value": "[]"}, None),
     ],
 )
 def test_older_forms_of_tool_calls_are_supported(row: dict[str, Any], calls: int | None) -> None:
@@ -214,6 +231,13 @@ def test_a_prompt_and_its_completion_may_be_messages() -> None:
 def test_a_row_with_unsupported_messages_is_rejected(row: Any, reason: str) -> None:
     result = read(row)
     assert isinstance(result, Rejected) and result.reason == reason
+
+
+def test_plain_text_among_instructions_gets_advice() -> None:
+    for chat in (False, True):
+        assert "plain text cannot be mixed into data.kind=instruct" in read({"text": "Once."}, chat).detail
+    for row in ({"ask": "q", "output": "a"}, {"messages": [{"text": "q"}]}):
+        assert "plain text" not in read(row).detail
 
 
 def test_proposed_columns_can_be_read() -> None:
@@ -442,6 +466,24 @@ def test_sniff_marks_supervised_text_and_prefers_the_chat_template(tmp_path: Pat
         config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
         run(config)
         assert train_set(config).manifest.documents == 40
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("a.b.jsonl", "a"),
+        ("*.jsonl", "talks"),
+        ("{a.b,c}.jsonl", "talks"),
+        ("[ab].*", "talks"),
+        ("?/*", "data"),
+    ],
+)
+def test_the_directory_of_a_sniffed_recipe_has_no_pattern(tmp_path: Path, pattern: str, name: str) -> None:
+    for file in ("a.b.jsonl", "c.jsonl", "a.jsonl", "x/a.jsonl"):
+        (tmp_path / "talks" / file).parent.mkdir(exist_ok=True, parents=True)
+        write_jsonl(tmp_path / "talks" / file, [PAIR])
+    _, recipe = sniffed(tmp_path / "talks" / pattern)
+    assert f"dir: runs/data/{name}\n" in recipe
 
 
 def test_sniff_reports_rows_that_no_template_can_write(tmp_path: Path) -> None:

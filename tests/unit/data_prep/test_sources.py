@@ -6,10 +6,12 @@ import bz2
 import gc
 import gzip
 import io
+import itertools
 import json
 import lzma
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,7 +36,7 @@ from emo.common.errors import FailureError, UserError
 from emo.data_prep.checks import planned_inputs
 from emo.data_prep.config import DataConfig, Source
 from emo.data_prep.sources import reader
-from emo.data_prep.sources.inputs import READERS, open_inputs
+from emo.data_prep.sources.inputs import READERS, expand_braces, open_inputs
 from emo.data_prep.sources.rows import parse, raw_rows
 from emo.data_prep.sources.spec import Rejected, RowSpec
 from emo.data_prep.sources.text import TextReader
@@ -227,6 +229,47 @@ def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
     matches = {"*.txt": ["a.txt"], "**/*.txt": ["a.txt", "c/f.txt"], ".*.txt": [".b.txt"]}
     matches |= {"c/.d/*.txt": ["c/.d/e.txt"], "[set] a*/a[.jsonl": ["brackets and stars of a name"]}
     assert {pattern: read(tmp_path, pattern) for pattern in matches} == matches
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+def test_the_position_of_every_reader_ends_at_the_size(tmp_path: Path, ending: str) -> None:
+    """Progress and forecasts depend on it."""
+    table = pa.Table.from_pylist(GOOD)
+    path = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path)
+    elif ending == "csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        path.write_text(json.dumps(GOOD) if ending == "json" else "".join(f"{json.dumps(r)}\n" for r in GOOD))
+    (opened,) = open_inputs(data_config(tmp_path, sources=[{"files": path.name}]))
+    assert opened.position() == 0
+    assert list(opened.pieces()) and opened.position() == opened.size == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expanded"),
+    [
+        ("{a,{b,c}}.jsonl", ["a.jsonl", "b.jsonl", "c.jsonl"]),
+        ("{x,x}", ["x", "x"]),
+        ("x{a,b{c,d}}y", ["xay", "xbcy", "xbdy"]),
+        ("{a,b}/{c,d}", ["a/c", "a/d", "b/c", "b/d"]),
+        ("{a,b", ["{a,b"]),
+        ("{a}_{b,c}", ["{a}_b", "{a}_c"]),
+    ],
+)
+def test_braces_mean_what_they_mean_in_a_shell(pattern: str, expanded: list[str]) -> None:
+    assert expand_braces(pattern) == expanded
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_braces_are_expanded_as_in_bash() -> None:
+    """All patterns of up to five characters after the first agree."""
+    patterns = ["x" + "".join(p) for n in range(1, 6) for p in itertools.product("a,{}", repeat=n)]
+    script = "set -f\n" + "".join(f"printf '%s ' {pattern}; echo\n" for pattern in patterns)
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True)
+    for pattern, line in zip(patterns, done.stdout.splitlines(), strict=True):
+        assert expand_braces(pattern) == line.split(), pattern
 
 
 def test_braces_are_expanded(tmp_path: Path) -> None:

@@ -391,6 +391,8 @@ def test_templates_are_found_and_mismatches_are_reported(world: Path, tmp_path: 
     assert choose(bare, "auto") == ("chat_template", 0) and choose(bare, "alpaca") == ("alpaca", 1)
     (bare / "export.json").write_text(json.dumps({"step": 1, "tokens": 1, "template": "alpaca/0"}))
     assert choose(bare, "auto") == ("alpaca", 1)
+    (bare / "export.json").write_text(json.dumps({"step": 1, "tokens": 1, "template": "alpaca/1"}))
+    assert choose(bare, "auto") == ("alpaca", 0)  # the export's chat template equals it
 
 
 def test_questions_without_room_for_an_answer_are_counted(world: Path, tmp_path: Path) -> None:

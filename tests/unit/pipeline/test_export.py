@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from emo.data_prep.config import DataConfig
-from emo.data_prep.encoding.tokenizer import load_tokenizer
+from emo.data_prep.encoding.tokenizer import load_tokenizer, set_chat_template
 from emo.data_prep.shards.format import MANIFEST, TokenDataset, manifest_text, read_manifest
 from emo.pipeline.config import RunConfig
 from emo.pipeline.loss import fuse_model, get_objective
@@ -139,6 +139,31 @@ def test_eos_stays_if_the_template_writes_it_or_answers_have_several_ends(
     write_tokenizer(chats.dir / "tokenizer", tmp_path / "several", [end - 1, end])
     for name in ("template", "several"):
         assert load_tokenizer(tmp_path / name).eos_token == "</s>"
+
+
+def test_variables_of_the_data_are_defaults_of_the_exported_template(
+    chats: DataConfig, tmp_path: Path
+) -> None:
+    """A server then prompts the model as in training, unless a request sets a variable."""
+    variables = {
+        "flag": False, "mood": "a \"b\" \\ {% x %}\n\U0001f642é", "number": -1.5, "nothing": None,
+        "date": "2026-01-31", "list": [1],
+    }  # fmt: skip
+    tree = "\n{{ [flag, mood, number, nothing, date, list] | tojson }}" + CHATML
+    shutil.copytree(chats.dir / "tokenizer", tmp_path / "tokenizer")
+    set_chat_template(tmp_path / "tokenizer", tree.replace("date", "date | string").replace(", list", ""))
+    write_tokenizer(tmp_path / "tokenizer", tmp_path / "export", [], variables=variables)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    turns = [{"role": "user", "content": "q"}]
+
+    def first(**given: Any) -> str:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **given)
+        line, _, rest = text[1:].partition("<|im_start|>")
+        assert text[0] == "\n" and rest == "user\nq<|im_end|>\n<|im_start|>assistant\n"
+        return json.loads(line)
+
+    assert first() == [False, variables["mood"], -1.5, None, ""]
+    assert first(flag=True, mood="calm", date="d") == [True, "calm", -1.5, None, "d"]
 
 
 def test_data_prepared_with_an_export_are_those_before(chats: DataConfig, tmp_path: Path) -> None:

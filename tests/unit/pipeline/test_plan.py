@@ -124,6 +124,24 @@ def test_bfloat16_is_called_slow_only_where_the_cpu_lacks_it(
     assert any("bfloat16" in warning for warning in warnings) == lacks
 
 
+@pytest.mark.parametrize(
+    ("template", "lora", "warned"),
+    [
+        ("llama3", "{}", True),
+        ("llama3", "{train_embeddings: true}", False),
+        ("llama3", "null", False),
+        ("chat_template", "{}", False),
+    ],
+)
+def test_lora_on_special_tokens_that_a_base_model_may_not_know_is_reported(
+    template: str, lora: str, warned: bool
+) -> None:
+    settings = ["data.kind=instruct", f"data.template={template}", f"model.lora={lora}"]
+    config = load_config(QUICKSTART, [*settings, "data.train_tokenizer=null", "data.tokenizer=any"])
+    warnings = plan.collect_warnings(config, check_plan(config, 1), on_cpu=False)
+    assert any("model.lora.train_embeddings=true" in warning for warning in warnings) == warned
+
+
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 def test_planned_bytes_are_those_of_bitsandbytes(tmp_path: Path) -> None:
     from bitsandbytes.optim import AdamW8bit
