@@ -25,6 +25,9 @@ def codes() -> set[str]:
             if isinstance(node, ast.keyword) and node.arg == "code":
                 constants = [part for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
                 found |= {part.value for part in constants if isinstance(part.value, str)}
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code":
+                value = getattr(node.value, "value", None)
+                found |= {value} if isinstance(value, str) else set()
     return found - {"options"}  # part of a usage line
 
 
