@@ -38,10 +38,13 @@ from ..control.run_dir import (
     CONFIG,
     LAUNCHES,
     METRICS,
+    MLFLOW_ID,
     SAMPLES,
     SELECTION,
     TASK_SCORES,
+    TRACKIO_ID,
     VALIDATION,
+    WANDB_ID,
     checkpoints,
     is_complete,
     step_of,
@@ -52,7 +55,10 @@ log = logging.getLogger(__name__)
 
 STORES: dict[str, type[Store]] = {}  # by scheme of the address. FsspecStore opens the others
 # And CONFIG, and the files of VALIDATION.
-RECORDS = (METRICS, LAUNCHES, SAMPLES, BAD_BATCHES, BEST, SELECTION, TASK_SCORES)
+RECORDS = (
+    *(METRICS, LAUNCHES, SAMPLES, BAD_BATCHES, BEST, SELECTION, TASK_SCORES),
+    *(WANDB_ID, MLFLOW_ID, TRACKIO_ID),
+)
 STALL = 600.0  # seconds without progress after which the end of a run does not wait for copies
 POLL = 2.0  # seconds between checks of what other hosts have done
 THREADS = 8  # files that are transferred at the same time

@@ -94,9 +94,13 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep_last: int, keep_every: int = 0, *spared: Path | None) -> None:
-    """Delete checkpoints except the newest `keep_last`, those of every `keep_every` steps, and `spared`."""
-    for directory in checkpoints(run_dir)[:-keep_last]:
+def prune(run_dir: Path, step: int, keep_last: int, keep_every: int = 0, *spared: Path | None) -> None:
+    """Delete checkpoints up to `step`, except the newest `keep_last`, every `keep_every` steps and `spared`.
+
+    Later checkpoints were damaged when the run continued from an earlier one. They do not count.
+    """
+    earlier = [directory for directory in checkpoints(run_dir) if step_of(directory) <= step]
+    for directory in earlier[:-keep_last]:
         if directory not in spared and (not keep_every or step_of(directory) % keep_every):
             remove(directory)
     for directory in (*run_dir.glob("step-*.partial"), *run_dir.glob("step-*.universal")):
@@ -280,7 +284,7 @@ class Saver:
                 write_best(run_dir, self._best)
                 spared.append(step_directory(run_dir, self._best.step))
             spared += [step_directory(run_dir, step) for step in self._waiting]
-            prune(run_dir, train.save_total_limit, train.keep_every, *spared)
+            prune(run_dir, saved.step, train.save_total_limit, train.keep_every, *spared)
         except OSError as failure:
             return FailureError(one_line(failure, 200), code="save-failed")
         return None

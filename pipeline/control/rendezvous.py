@@ -6,11 +6,12 @@ for the next round. If that round fills up without it, it keeps waiting. The oth
 node and restart their ranks, and the same can happen in the new round. For minutes no rank trains.
 
 Runs with spare nodes need this fix. It derives from private classes of torch, which has no public hook for
-it. tests/launch/pipeline/test_rendezvous.py fails if a new version of torch changes these classes.
+it. tests/campaigns/nodes.py runs it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,11 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def plugin() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return `create_handler`. torchrun calls this entry point (see pyproject.toml) when it starts."""
+    """Return `create_handler`. torchrun calls this entry point (see pyproject.toml) when it starts.
+
+    Restarted ranks need a store of their own, because a shared one keeps the addresses of dead ranks.
+    """
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return create_handler
 
 

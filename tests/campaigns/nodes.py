@@ -95,7 +95,7 @@ class Cluster:
         mount = f'mount --bind {self.directory}/hosts /etc/hosts; exec "$@"'
         command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-m", "tests.helpers.nodes"]
         command += ["torchrun", ",".join(names), str(logs), *shape, *words]
-        settings = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        settings = {"GLOO_SOCKET_IFNAME": "eth0"}
         options = launching.PIPED | {"cwd": REPO, "env": launching.ENVIRONMENT | settings | environment}
         return Torchruns(logs, subprocess.Popen(command, **options))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import inspect
+import tempfile
 import tomllib
 from functools import reduce
 
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.requirements import Requirement
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from emo.pipeline.control import rendezvous
 from tests.conftest import REPO
 
 # Each line has a file of this project, a module or class of a library, and names in the library's source.
 # The file sets these names, reads them with a default, or needs them only on some hosts.
 INTERFACES = """
-common/io/weights.py transformers:PreTrainedModel.from_pretrained hf_quantizer
 pipeline/engine/engine.py deepspeed.runtime.engine checkpoint_engine, _copy_recovery_script
 pipeline/engine/snapshots.py torch.serialization TORCH_FORCE_WEIGHTS_ONLY_LOAD, Weights only load failed
 pipeline/loss/models/frozen.py peft.tuners.tuners_utils:BaseTunerLayer _active_adapter
@@ -93,3 +95,15 @@ def test_deepspeeds_adam_may_be_pytorchs() -> None:
     optimizer.step()
     assert adam is torch.optim.AdamW and optimizer.param_groups[0]["fused"] is True
     assert optimizer.state[weight]["step"].dtype == torch.float32
+
+
+def test_the_rendezvous_with_spares_fits_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks get a store of their own, without which restarted ranks would connect to dead ones."""
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    create = rendezvous.plugin()
+    address = {"is_host": "true", "store_type": "file"}
+    with tempfile.NamedTemporaryFile() as file:
+        parameters = RendezvousParameters("emo", file.name, "run", 1, 1, **address)
+        handler = create(parameters)
+    assert isinstance(handler, rendezvous.SpareHandler) and not handler.use_agent_store
+    assert handler.num_nodes_waiting() == 0

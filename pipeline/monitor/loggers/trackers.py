@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -78,14 +79,19 @@ class MLflow(Logger):
     """Logs to the MLflow run that belongs to the run directory, on the server of MLFLOW_TRACKING_URI."""
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
+        # A server that does not answer must not stop the run for longer than its ranks wait for each other.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         import mlflow
 
         run_dir = config.output_dir
         file = run_dir / MLFLOW_ID
         try:
             mlflow.set_experiment(config.train.project)
+            self._known: Mapping[str, float] = {}  # last values of a resumed run
             if file.is_file():
-                mlflow.start_run(run_id=file.read_text(encoding="utf-8"))
+                run = mlflow.start_run(run_id=file.read_text(encoding="utf-8"))
+                self._known = run.data.metrics
             else:
                 run = mlflow.start_run(run_name=run_dir.name)
                 write_once(file, run.info.run_id)
@@ -99,9 +105,12 @@ class MLflow(Logger):
         self._mlflow = mlflow
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
+        """Log a record, unless the resumed run has logged its step before."""
         named = ((re.sub(r"[^\w\-. :/]", "_", key), value) for key, value in values.items())
         numbers = {key: float(value) for key, value in named if value is not None}
-        self._mlflow.log_metrics(numbers, step=step)
+        group = next(iter(numbers), "").partition("/")[0]
+        if step > self._known.get(f"{group}/step", -1):
+            self._mlflow.log_metrics({**numbers, f"{group}/step": step}, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()

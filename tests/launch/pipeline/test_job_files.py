@@ -98,9 +98,14 @@ def test_nodes_that_preflight_calls_unfit_are_left_out(
     assert (updated.read_text().rpartition("=")[2].strip() if updated.exists() else "") == excluded
 
 
-def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
-    assert run_job(tmp_path, 1, SLURM_RESTART_COUNT="3", RETRIES="3") == 1
-    assert not (tmp_path / "requeued").exists()
+def test_failures_in_a_row_are_queued_again_so_many_times(tmp_path: Path) -> None:
+    """A job that was stopped to make room is queued again however often that happens."""
+    again = []
+    for code in (1, 75, 1, 1, 1):
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        assert run_job(tmp_path, code, SLURM_RESTART_COUNT="30", RETRIES="2") == code
+        again.append((tmp_path / "requeued").exists())
+    assert again == [True, True, True, True, False] and not list((tmp_path / "runs").iterdir())
 
 
 def test_evaluation_comes_back_with_the_options_it_was_given(tmp_path: Path) -> None:

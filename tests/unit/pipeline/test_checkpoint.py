@@ -63,9 +63,13 @@ def test_complete_checkpoints_are_listed_and_pruned(tmp_path: Path) -> None:
     (tmp_path / "step-000500").mkdir()
     assert steps_in(tmp_path) == [20, 300, 1000000]
     assert checkpoint_problem(tmp_path / "step-000300") is None
-    checkpoint.prune(tmp_path, keep_last=1, keep_every=100)
+    checkpoint.prune(tmp_path, 1000000, keep_last=1, keep_every=100)
     assert steps_in(tmp_path) == [300, 1000000]
     assert not partial_directory(tmp_path, 400).exists()
+    for step in (350, 400):  # of a run that continues from an earlier step, because 1000000 is damaged
+        write(tmp_path, step)
+        checkpoint.prune(tmp_path, step, keep_last=1)
+    assert steps_in(tmp_path) == [400, 1000000]
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -209,7 +213,7 @@ def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, target: str) -
     wait_for_start(hosts[0])
     for step in (2, 3):
         write(run, step)
-    checkpoint.prune(run, 1, 0, hosts[0].current)
+    checkpoint.prune(run, 3, 1, 0, hosts[0].current)
     assert steps_in(run) == [1, 3]
     hosts.append(Uploads(run, target, 1, 2))
     for host in hosts:
@@ -227,7 +231,7 @@ def test_a_checkpoint_is_not_pruned_while_it_is_copied(tmp_path: Path, target: s
     wait_for_start(uploads)
     for step in (2, 3):
         write(run, step)
-    checkpoint.prune(run, 1, 0, uploads.current)
+    checkpoint.prune(run, 3, 1, 0, uploads.current)
     assert steps_in(run) == [1, 3]
     DictStore.may_write.set()
     uploads.wake()

@@ -304,6 +304,9 @@ def test_mlflow_continues_the_run_of_a_directory(tmp_path: Path, monkeypatch: py
     log_twice(tmp_path, "mlflow", "mine")
     runs = mlflow.search_runs(experiment_names=["mine"], output_format="list")
     assert len(runs) == 2 and all(run.info.status == "FINISHED" for run in runs)
+    metrics = reporter(tmp_path / "a/run", report_to="[mlflow]", logging_steps=1, project="mine")
+    take_step(metrics, 2, ONE, tokens=4)  # repeated after a restart
+    metrics.close()
     first = (tmp_path / "a/run" / run_dir.MLFLOW_ID).read_text()
     history = mlflow.MlflowClient().get_metric_history(first, "train/nll")
     assert [point.step for point in history] == [1, 2]

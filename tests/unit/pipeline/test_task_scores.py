@@ -92,7 +92,7 @@ def test_checkpoints_that_wait_are_kept_within_the_limit(
         for step in range(1, 8):
             waiting = scores.choose_waiting(2, keep_every=3)
             complete(run_dir, step)
-            prune(run_dir, 2, 3, *(run_dir / f"step-{step:06d}" for step in waiting))
+            prune(run_dir, step, 2, 3, *(run_dir / f"step-{step:06d}" for step in waiting))
             kept.append([step_of(path) for path in checkpoints(run_dir)])
             if step == 4:
                 score(run_dir, 2, 0.5)
