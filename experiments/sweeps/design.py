@@ -52,7 +52,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from emo.common.config.recipe import Section, format_value, load_section
+from emo.common.config.recipe import Section, apply_override, format_value, parse_section, read_recipe
 from emo.common.errors import UserError, nearest
 from emo.common.io.untrusted import is_plain_name
 from emo.data_prep.config import VALIDATION as UNNAMED
@@ -66,6 +66,7 @@ CHANGE = "validation_change"
 OF_RUNS = (VALIDATION, CHANGE, "validation_kl_from_base")  # keys of a run's validation records
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
 VARIABLE = re.compile(r"\{([\w.-]+)\}")
+SET = "set."  # beginning of overrides of an experiment that change the recipe of all runs
 RESERVED = ("run", "dir", "export", "out", "baseline", "baseline_run")  # variables of measures
 
 
@@ -275,8 +276,19 @@ class RunSpec(NamedTuple):
 
 
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
-    """Read an experiment file with `key=value` overrides. Raises UserError if it is invalid."""
-    experiment = load_section(Experiment, path, overrides, "experiment")
+    """Read an experiment file with `key=value` overrides. Raises UserError if it is invalid.
+
+    In `set.KEY=value`, KEY is a key of the recipe, and may have dots.
+    """
+    tree = read_recipe(path, [text for text in overrides if not text.startswith(SET)], "experiment")
+    for text in (text for text in overrides if text.startswith(SET)):
+        key, _, _ = text.removeprefix(SET).partition("=")
+        value: Any = {}
+        apply_override(value, text)
+        for part in (SET + key).split("."):
+            value = value[part]
+        tree["set"] = {**(tree.get("set") or {}), key: value}
+    experiment = parse_section(Experiment, tree, "")
     if names := find_duplicates(run.name for run in expand(experiment)):
         raise UserError(
             f"{path}: two runs are named {names[0]}; give their labels different names", code="same-name"

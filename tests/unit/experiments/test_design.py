@@ -71,6 +71,13 @@ def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
     assert [run.name for run in runs] == ["-".join(x) for x in product(("mle", "emo"), rates, seeds)]
     expected = {"train.logging_steps": 3, "objective.name": "emo", "train.learning_rate": 0.2}
     assert runs[-1].overrides == expected | {"train.seed": 3}
+    changes = ["set.train.logging_steps=7", "set.model.dtype=bfloat16", "set.data.sources=[{files: a=b}]"]
+    changed = expand(read_experiment(write(tmp_path), changes))[-1].overrides
+    expected |= {"train.logging_steps": 7, "model.dtype": "bfloat16", "data.sources": [{"files": "a=b"}]}
+    assert changed == expected | {"train.seed": 3}
+    for wrong in ("set.=3", "set.train.seed", "set.train.seed=[", "set..x=1"):
+        with pytest.raises(UserError):
+            read_experiment(write(tmp_path), [wrong])
 
 
 @pytest.mark.parametrize(("least", "rates"), [(True, ("0.2", "0.1")), (False, ("0.1", "0.2"))])
