@@ -107,6 +107,7 @@ CELLS = "".join(f'"{text}",{i}\r\n' for i, text in enumerate(texts(9)))
 TABS = "text\tn\n" + "".join(f"{text}\t{i}\r\n" for i, text in enumerate(texts(9)))
 
 DAYS = pa.timestamp("us")
+LATIN = pa.array([b"caf\xe9"] * 9, pa.binary()).view(pa.string())  # not UTF-8
 
 
 def table(*columns: pa.Array) -> bytes:
@@ -134,7 +135,7 @@ BROKEN: dict[str, tuple[str, bytes]] = {
     "only a head": ("a.csv", b"text,n\n"),
     "no rows in an array": ("a.json", b"[]"),
     "no rows in parquet": ("a.parquet", table(pa.array([], pa.string()))),
-    "dates after the year 9999": ("a.parquet", table(pa.array(["a"]), pa.array([2**53], DAYS))),
+    "dates after the year 9999": ("a.parquet", table(pa.array([2**58], DAYS))),
     "a quote that is not closed": ("a.csv", b'text,n\n"' + b"word, " * 80_000),
     "a quote that another closes": ("a.csv", f'text,n\n"an open, 1\n{CELLS}'.encode()),
 }
@@ -195,6 +196,57 @@ def test_good_rows_are_read_and_rejected_rows_counted(tmp_path: Path, case: str)
     rows = read(tmp_path)
     assert Counter(row.reason for row in rows if isinstance(row, Rejected)) == counts
     assert [row for row in rows if isinstance(row, str)][-9:] == texts(9)
+
+
+# Columns of nine rows that cannot be read as Python values.
+UNREADABLE: dict[str, pa.Array] = {
+    "not UTF-8": LATIN,
+    "years after 9999": pa.array([2**58] * 9, DAYS),
+    "repeated keys": pa.array([[("a", 1), ("a", 2)]] * 9, pa.map_(pa.string(), pa.int64())),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_columns_that_are_not_needed_are_not_read(tmp_path: Path, case: str) -> None:
+    columns = {"text": texts(9), "extra": UNREADABLE[case]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert read(tmp_path) == texts(9)
+    sources = [{"files": "a.parquet"}]
+    (source,) = train_set(prepared(tmp_path, shards=1, sources=sources)).manifest.sources
+    assert (source["columns"], source["columns_not_read"]) == (["text"], ["extra"])
+    (tmp_path / "chats").mkdir()
+    columns = {"prompt": texts(9), "response": texts(9), "extra": UNREADABLE[case]}
+    pq.write_table(pa.table(columns), tmp_path / "chats/a.parquet")
+    config = prepared(tmp_path / "chats", kind="instruct", sequence_len=512, shards=1, sources=sources)
+    assert train_set(config).manifest.documents == 9
+
+
+def test_unreadable_values_reject_only_their_rows(tmp_path: Path) -> None:
+    """This holds for Parquet files and saved data sets, and the error of strict data names the row."""
+    broken = pa.concat_arrays([pa.array(texts(5)), LATIN[:2], pa.array(texts(9)[5:])])
+    pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
+    datasets.Dataset(pa.table({"text": broken})).save_to_disk(str(tmp_path / "saved"))
+    for files in ("a.parquet", "saved"):
+        rows = read(tmp_path, files)
+        assert [row.reason for row in rows if isinstance(row, Rejected)] == ["bad_utf8"] * 2
+        assert rows[:5] + rows[7:] == texts(9)
+    maps = pa.array([[("a", 1)]] * 2 + [[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"text": maps, "id": range(3)}), tmp_path / "a.parquet")
+    assert [row.reason for row in read(tmp_path, "a.parquet")] == ["wrong_type"] * 3
+    dates = pa.array([2**58], DAYS)
+    pq.write_table(pa.table({"text": dates}), tmp_path / "a.parquet")
+    assert "a.parquet row 1: wrong type" in fails(tmp_path, sources=[{"files": "a.parquet"}])
+
+
+def test_images_next_to_the_text_are_not_read(tmp_path: Path) -> None:
+    """A decoded image has other bytes than its file, and another memory address in every read."""
+    rows = {"text": texts(300), "image": [{"bytes": b"no image", "path": None}] * 300}
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_dict(rows, features).save_to_disk(str(tmp_path / "saved"))
+    config = prepared(tmp_path, sources=[{"files": "saved"}])
+    assert train_set(config).manifest.documents == 300
+    (source,) = train_set(config).manifest.sources
+    assert source["columns_not_read"] == ["image"]
 
 
 def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
