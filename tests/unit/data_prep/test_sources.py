@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -35,8 +36,9 @@ from hypothesis import strategies as st
 from emo.common.errors import FailureError, UserError
 from emo.data_prep.checks import planned_inputs
 from emo.data_prep.config import DataConfig, Source
-from emo.data_prep.sources import reader
+from emo.data_prep.sources import files, reader
 from emo.data_prep.sources.inputs import READERS, expand_braces, open_inputs
+from emo.data_prep.sources.json_array import is_one_value
 from emo.data_prep.sources.rows import parse, raw_rows
 from emo.data_prep.sources.spec import Rejected, RowSpec
 from emo.data_prep.sources.text import TextReader
@@ -226,8 +228,8 @@ def test_unreadable_values_reject_only_their_rows(tmp_path: Path) -> None:
     broken = pa.concat_arrays([pa.array(texts(5)), LATIN[:2], pa.array(texts(9)[5:])])
     pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
     datasets.Dataset(pa.table({"text": broken})).save_to_disk(str(tmp_path / "saved"))
-    for files in ("a.parquet", "saved"):
-        rows = read(tmp_path, files)
+    for name in ("a.parquet", "saved"):
+        rows = read(tmp_path, name)
         assert [row.reason for row in rows if isinstance(row, Rejected)] == ["bad_utf8"] * 2
         assert rows[:5] + rows[7:] == texts(9)
     maps = pa.array([[("a", 1)]] * 2 + [[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))
@@ -619,6 +621,35 @@ def test_a_validation_group_is_not_split(tmp_path: Path) -> None:
     pyarrow.csv.write_csv(lines, tmp_path / "none/table.csv")
     sources = [{"files": "table.csv", "format": "wikitext"}]
     assert "WikiText" in fails(tmp_path / "none", **grouped, sources=sources, validation_group="page")
+
+
+FORMS: dict[str, tuple[bytes, bool]] = {
+    "an array after spaces": (b"\xef\xbb\xbf" + b" \n" * 50 + b"[1, 2]", True),
+    "an object with rows": (b'{"rows": [{"text": "a"}]}\n\n', True),
+    "a row": (b'\n{"text": "a"}', False),
+    "several rows": (b'{"rows": [{"text": "a"}]}\n \n{"rows": []}', False),
+    "several lines": (b'{\n"rows": [{"text": "a"}]}', True),
+    "nothing": (b" \n", False),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_one_json_value_is_recognised(
+    tmp_path: Path, case: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, expected = FORMS[case]
+    (tmp_path / "a.json").write_bytes(content)
+    monkeypatch.setattr(files, "READ_BYTES", max(size, 3 if content.startswith(b"\xef") else 1))
+    assert is_one_value(tmp_path / "a.json") is expected
+
+
+def test_a_long_line_of_json_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_bytes(b'{"rows": [' + b'{"text": "word"}, ' * 200_000 + b'{"text": "word"}]}')
+    monkeypatch.setattr(files, "READ_BYTES", 1 << 6)
+    began = time.process_time()
+    assert is_one_value(tmp_path / "a.json")
+    assert time.process_time() - began < 1, "copying the line for each read takes longer"
 
 
 def test_one_json_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
