@@ -93,7 +93,7 @@ class Selection:
                 f"{MOST_ROWS:,} rows and {MOST_SPLITS:,} sets at once",
                 code="too-many-rows",
             )
-        self.stages = Stages(self.parts, self.directory, first, ended, say)
+        self.stages = Stages(self.config, self.parts, self.directory, first, ended, say)
         return self.share(self._run)
 
     def share(self, make: Callable[[], object]) -> bool:

@@ -167,6 +167,13 @@ def test_an_error_has_the_number_of_the_broken_line(tmp_path: Path) -> None:
     assert "line 5002" in fails(tmp_path)
 
 
+def test_rows_beyond_the_limit_are_not_checked(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(*({"text": text} for text in texts(20)), b"{broken"))
+    assert "line 21" in fails(tmp_path, sources=[{"files": "a.jsonl", "limit": 21}])
+    config = prepared(tmp_path, sources=[{"files": "a.jsonl", "limit": 10}], shards=1)
+    assert train_set(config).manifest.documents == 10
+
+
 # Each file has nine rows that are used. The last entry counts the rejected rows by reason.
 READ: dict[str, tuple[str, bytes, dict[str, int]]] = {
     "bad UTF-8 in a line": ("a.jsonl", among(b'{"text": "\xff\xfe"}'), {"bad_utf8": 1}),
