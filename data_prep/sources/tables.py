@@ -14,7 +14,7 @@ from typing import Any, Literal
 from emo.common.errors import UserError, one_line
 
 from .addresses import RemoteFile
-from .files import READ_ERRORS, decompress, format_ending, require_utf8
+from .files import READ_ERRORS, decompress, format_ending, reject_large_window, require_utf8
 from .reader import PIECE_ROWS, TableReader, convert_rows
 from .spec import Rejected
 
@@ -55,6 +55,7 @@ class CsvReader(TableReader):
                         yield row
                     number += 1
             except (csv.Error, *READ_ERRORS) as error:
+                reject_large_window(error, self.name)
                 raise UserError(
                     f"{self.name} cannot be read after line {line} ({one_line(error)}). Look for a quote "
                     "that is not closed, or a damaged file",

@@ -160,6 +160,15 @@ def test_a_source_error_is_one_line(tmp_path: Path, case: str) -> None:
     fails(tmp_path, **SETTINGS.get(case, {}))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.csv.zst"])
+def test_the_error_for_a_large_zstd_window_tells_how_to_convert(tmp_path: Path, name: str) -> None:
+    window = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    stream = zstandard.ZstdCompressor(compression_params=window).compressobj()  # without the size
+    (tmp_path / name).write_bytes(stream.compress(b"text\n" + lines(*GOOD)) + stream.flush())
+    with refused("zstd-window"):
+        run(data_config(tmp_path, sources=[{"files": name}]))
+
+
 def test_an_error_has_the_number_of_the_broken_line(tmp_path: Path) -> None:
     """The number is also right after many pieces of a compressed file."""
     rows = [{"text": f"{i} " + "word " * 40} for i in range(5000)]
