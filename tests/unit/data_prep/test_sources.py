@@ -580,6 +580,26 @@ def test_a_changed_file_at_an_address_is_an_error(tmp_path: Path) -> None:
     assert file_bytes(config.dir) == before
 
 
+def test_a_new_version_at_an_address_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other text of the same length has another version. A new version of the same text is no change."""
+    text = "\n".join(texts(200))
+    version = "1"
+
+    def info(self: Any, path: str, **options: Any) -> dict[str, Any]:
+        return real(self, path, **options) | {"ETag": version}
+
+    real = type(MEMORY).info
+    monkeypatch.setattr(type(MEMORY), "info", info)
+    MEMORY.pipe("/v/a.txt", text.encode())
+    config = prepared_from(tmp_path, "out", "memory://v/a.txt")
+    assert "nothing to do" in run(config)[0]
+    version = "2"
+    assert "nothing to do" in run(config)[0]
+    MEMORY.pipe("/v/a.txt", text.replace("river", "RIVER").encode())
+    with refused("source-changed"):
+        run(config)
+
+
 @pytest.mark.parametrize(
     "files",
     [
