@@ -16,7 +16,7 @@ STRUCTURE = (
     *("broken_json", "not_an_object", "missing_column", "wrong_type"),
     *("refused_by_chat_template", "response_not_found", LEFT_OUT),
 )
-UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # the file is not UTF-8
+UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # the file may not be text in UTF-8
 CONTENT = (
     *(*UNREADABLE, "empty", "no_letters", "repetitive", "too_long"),
     *("empty_instruction", "empty_response", "bad_roles", "no_loss"),

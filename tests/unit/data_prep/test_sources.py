@@ -160,6 +160,17 @@ def test_a_source_error_is_one_line(tmp_path: Path, case: str) -> None:
     fails(tmp_path, **SETTINGS.get(case, {}))
 
 
+def test_the_advice_for_control_characters_is_to_remove_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9 \x1a\n")
+    (row,) = read(tmp_path)
+    assert row == Rejected("control_characters", "U+001A. Remove the control characters")
+    with refused("control-characters"):
+        run(data_config(tmp_path, sources=[{"files": "a.txt"}]))
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 \x1a\nsome\x08\n")
+    with refused("not-utf8"):
+        run(data_config(tmp_path, sources=[{"files": "a.txt"}]))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.csv.zst"])
 def test_the_error_for_a_large_zstd_window_tells_how_to_convert(tmp_path: Path, name: str) -> None:
     window = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
