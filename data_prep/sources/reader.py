@@ -22,7 +22,8 @@ from .files import AGAIN, File, file_mark, file_state, identify_file
 from .rows import cut_positions
 from .spec import Payload, Rejected, RowSpec
 
-PIECE_ROWS = 256  # records of a table in one piece
+PIECE_ROWS = 256  # most records of a table in one piece
+PIECE_CHARS = 1 << 20  # characters of records after which a piece ends
 
 
 class Extent(NamedTuple):
@@ -178,8 +179,7 @@ class TableReader(SourceReader):
         """Yield blocks of rows. In WikiText, whose rows are lines, a block ends where a document ends."""
         rows = self.rows(0)
         if self.spec.format != "wikitext":
-            while block := list(islice(rows, PIECE_ROWS)):
-                yield block
+            yield from _cut_rows(rows)
             return
         block = []
         for row in rows:
@@ -207,6 +207,32 @@ class TableReader(SourceReader):
                 code="no-text",
             )
         return row[column] if row[column].endswith("\n") else row[column] + "\n"
+
+
+def _cut_rows(rows: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield rows in blocks of limited size."""
+    block = []
+    size = 0
+    for row in rows:
+        block.append(row)
+        size += _size_of(row)
+        if len(block) == PIECE_ROWS or size >= PIECE_CHARS:
+            yield block
+            block = []
+            size = 0
+    if block:
+        yield block
+
+
+def _size_of(value: Any) -> int:
+    """Return approximately how many characters a value has as text."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list) and not (value and isinstance(value[0], int)):
+        return sum(map(_size_of, value))
+    return 8 * len(value) if isinstance(value, list) else 8  # token ids are not added up one by one
 
 
 def convert_rows(convert: Callable[[int, int], list[Any]], begin: int, end: int) -> list[Any]:

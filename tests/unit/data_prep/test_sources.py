@@ -699,6 +699,27 @@ def test_a_long_line_of_json_is_read_in_linear_time(tmp_path: Path, monkeypatch:
     assert time.process_time() - began < 1, "copying the line for each read takes longer"
 
 
+@pytest.mark.parametrize("ending", ["csv", "json", "parquet"])
+def test_pieces_of_tables_have_limited_text(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the pieces changes no byte of the shards."""
+    rows = texts(600, seed=2, sentences=20)
+    config = data_config(tmp_path, sources=[{"files": put(tmp_path / f"a.{ending}", rows).name}])
+    run(config)
+    before = file_bytes(config.dir / "train")
+    monkeypatch.setattr(reader, "PIECE_CHARS", 5000)
+    (opened,) = open_inputs(config)
+    pieces = [[row["text"] for row in piece.payload or ()] for piece in opened.pieces()]
+    assert [text for piece in pieces for text in piece] == rows
+    assert max(sum(map(len, piece[:-1])) for piece in pieces) < 5000 and max(map(len, pieces)) > 1
+    (config.dir / "train/shard-00001-of-00002.arrow").unlink()
+    run(config)  # the plan has the larger pieces
+    assert file_bytes(config.dir / "train") == before
+    run(config, force=True)
+    assert file_bytes(config.dir / "train") == before
+
+
 def test_one_json_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.json").write_text(json.dumps([{"text": f"{name} {i}"} for i in range(5)]))
