@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import Hashes
@@ -132,16 +132,7 @@ def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> PlannedInput
                 f"{reader.name} did not exist when {config.dir} was prepared. Remove it, or {AGAIN}",
                 code="source-new",
             )
-        source = planned[reader.name]
-        path = local_file(reader)
-        size = source.get("bytes")
-        if path is None:
-            same = "://" not in reader.name or size is None or reader.size in (0, size)
-        else:
-            expected = source.get("content") if size is None else source["sha256"]
-            same_size = size is None or path.stat().st_size == size
-            same = expected is None or (same_size and hash_content(path, hashes) == expected)
-        if not same:
+        if not _is_planned(reader, planned[reader.name], hashes):
             raise UserError(
                 f"{reader.name} changed since {config.dir} was prepared; {AGAIN}", code="source-changed"
             )
@@ -153,6 +144,24 @@ def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> PlannedInput
     if not complete:
         raise UserError(f"{problem}. Restore it, or {AGAIN}", code="source-gone")
     return PlannedInputs([], problem)
+
+
+def _is_planned(reader: SourceReader, source: Mapping[str, Any], hashes: Hashes) -> bool:
+    """Return whether an input has the content that a plan was made from.
+
+    A file at an address is only read if its server reports another version than during the scan.
+    """
+    path = local_file(reader)
+    size = source.get("bytes")
+    if path is not None:
+        expected = source.get("content") if size is None else source["sha256"]
+        same_size = size is None or path.stat().st_size == size
+        return expected is None or (same_size and hash_content(path, hashes) == expected)
+    if "://" not in reader.name or size is None:
+        return True
+    if reader.size not in (0, size):
+        return False
+    return source.get("state") in (None, reader.state) or reader.pinned()["sha256"] == source["sha256"]
 
 
 def check_tokenizer(config: DataConfig, plan: Plan) -> None:

@@ -483,6 +483,8 @@ class Preparation:
                 hashes.remember(path, reader.state[0], source["sha256"])
             elif path is not None and BEYOND_LIMIT not in source:
                 source["content"] = hash_content(path, hashes)
+            elif "://" in reader.name:
+                source["state"] = reader.state
         return hashes
 
     def _publish(self) -> None:

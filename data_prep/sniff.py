@@ -189,6 +189,7 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None,
     config = parse_section(DataConfig, tree | ({} if template is None else {"template": template}), "data")
     inputs = open_inputs(config)
     opened = inputs[0]
+    opened.spec = opened.spec._replace(all_columns=True)  # to guess columns from their values
     payload = next((piece.payload for piece in opened.pieces() if piece.payload is not None), b"")
     if opened.spec.format == "lines" and isinstance(payload, bytes):
         # Blank lines may separate paragraphs of several lines.

@@ -28,7 +28,7 @@ from emo.common.io.files import part_file
 from emo.common.io.objects import existed_recently, in_store, locate
 from emo.common.parallel import WorkerPool
 
-from ..config import FORMAT, DataConfig, settings
+from ..config import FORMAT, DataConfig
 from ..encoding.chat_templates import ChatTemplate, RefusedError
 from ..encoding.chat_writer import REQUIRED, THOUGHTS, ChatWriter
 from ..encoding.templates import Chat, Conversation
@@ -91,6 +91,7 @@ class PartNote(TypedDict):
     """The metadata of a part, as JSON."""
 
     key: str  # hash of everything that the part was made from
+    broken: bool  # whether a row breaks the structure of its file
     pieces: list[list[int]]  # input, start, length, rows, checksum
     inputs: list[InputNote]
 
@@ -177,13 +178,25 @@ class Scan:
         self.directory = directory
         self.units = divide_into_units(inputs)
         self.parts: dict[int, ScanPart] = {}  # the complete parts seen so far, by number of the unit
-        made_with = [settings(config), FORMAT, None if chat is None else chat.digest]
-        self._keys = []  # a part with another key was made from something else
-        for unit in self.units:
-            read = [inputs[stretch.input] for stretch in unit.stretches]
-            origins = [(reader.name, reader.size, reader.mark()) for reader in read]
-            text = json.dumps([made_with, unit.stretches, origins], sort_keys=True)
-            self._keys.append(hashlib.sha256(text.encode()).hexdigest())
+        self._keys = [self._key_of(unit) for unit in self.units]
+
+    def _key_of(self, unit: Unit) -> str:
+        """Return a hash of everything that the part of a unit is made from.
+
+        Other settings may change without reading the sources again. `strict` decides about single rows only
+        with a chat template, see `judge_payload`.
+        """
+        config = self.config
+        made_with: list[object] = [FORMAT, config.seed, config.validation_fraction]
+        made_with += [config.near_threshold if config.dedup == "near" else None]
+        made_with += [None if self.chat is None else (self.chat.digest, config.strict)]
+        origins = []
+        for reader in (self.inputs[stretch.input] for stretch in unit.stretches):
+            source = reader.source
+            origins.append([reader.name, reader.size, reader.mark(), reader.spec, reader.split])
+            origins[-1] += [source.weight, source.limit, source.split, source.revision]
+        text = json.dumps([made_with, unit.stretches, origins], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def run(self, first: float, workers: int, ended: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Make parts until all exist or the scan has ended. Units of dead jobs are taken over.
@@ -214,7 +227,9 @@ class Scan:
         """Return whether the part of a unit exists, made from the current sources."""
         if unit.number not in self.parts:
             path = self._path(unit)
-            part = read_part(path, self._keys[unit.number]) if existed_recently(path) else None
+            part = None
+            if existed_recently(path):
+                part = read_part(path, self._keys[unit.number], self.config.strict)
             if part is not None:
                 self.parts[unit.number] = part
         return unit.number in self.parts
@@ -227,7 +242,7 @@ class Scan:
 
         `pool` runs a `scanner`. Raises UserError for inputs that cannot be used.
         """
-        note: PartNote = {"key": self._keys[unit.number], "pieces": [], "inputs": []}
+        note: PartNote = {"key": self._keys[unit.number], "broken": False, "pieces": [], "inputs": []}
         done = sum(self.units[number].size for number in self.parts)
 
         def advance_stretch(count: int) -> None:
@@ -261,12 +276,14 @@ class Scan:
         for piece in pool.map(items):
             rows = piece.rows
             reasons = numbers_of(piece.rows["reason"])
-            if self.config.strict and np.isin(reasons, BROKEN).any():
-                raise self._broken_row_error(reader, piece.extent)
             if left is not None:
                 reasons = np.where(np.arange(len(reasons)) < left, reasons, np.uint8(CODE["limit"]))
                 rows = rows.set_column(list(COLUMNS).index("reason"), "reason", array_of(reasons))
                 left = max(0, left - len(reasons))
+            if np.isin(reasons, BROKEN).any():
+                if self.config.strict:
+                    raise self._broken_row_error(reader, piece.extent)
+                note["broken"] = True
             note["pieces"].append([number, *piece.extent, len(reasons), piece.check])
             facts |= piece.columns
             messages += piece.messages
@@ -348,8 +365,8 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
         writer.add_key_value_metadata({"note": json.dumps(note)})
 
 
-def read_part(path: Path, key: str) -> ScanPart | None:
-    """Return a part, or None if it does not exist or has another key."""
+def read_part(path: Path, key: str, strict: bool) -> ScanPart | None:
+    """Return a part, or None if it does not exist, has another key or, if `strict`, has a broken row."""
     try:
         if in_store(path):  # this host may have an old copy
             store, name = locate(path)
@@ -357,7 +374,7 @@ def read_part(path: Path, key: str) -> ScanPart | None:
         else:
             metadata = pq.read_metadata(path)
         note = json.loads(metadata.metadata[b"note"])
-        if note["key"] != key:
+        if note["key"] != key or (strict and note["broken"]):
             return None
         groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         return ScanPart(path, key, [InputNote(*entry) for entry in note["inputs"]], groups)

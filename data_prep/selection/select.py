@@ -93,7 +93,7 @@ class Selection:
                 f"{MOST_ROWS:,} rows and {MOST_SPLITS:,} sets at once",
                 code="too-many-rows",
             )
-        self.stages = Stages(self.parts, self.directory, first, ended, say)
+        self.stages = Stages(self.config, self.parts, self.directory, first, ended, say)
         return self.share(self._run)
 
     def share(self, make: Callable[[], object]) -> bool:
@@ -304,11 +304,15 @@ def _require_rows(source: Mapping[str, Any], reasons: np.ndarray) -> None:
             f"{source['name']} has no rows. Remove it, or set data.strict=false to skip it", code="no-rows"
         )
     rejected = _rejected(reasons)
-    if not reasons[[0, CODE["weight"]]].any() and not rejected.keys().isdisjoint(UNREADABLE):
+    unreadable = rejected.keys() & {*UNREADABLE}
+    if unreadable and not reasons[[0, CODE["weight"]]].any():
+        advice, code = "Convert it to UTF-8", "not-utf8"
+        if unreadable == {"control_characters"}:
+            advice, code = "Remove the control characters", "control-characters"
         raise UserError(
-            f"{source['name']} has no usable row ({_list_reasons(rejected)}). Convert it to UTF-8, "
-            "remove it, or set data.strict=false to skip and count",
-            code="not-utf8",
+            f"{source['name']} has no usable row ({_list_reasons(rejected)}). {advice}, remove the source, "
+            "or set data.strict=false to skip and count",
+            code=code,
         )
 
 

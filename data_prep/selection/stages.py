@@ -17,6 +17,7 @@ import numpy as np
 from emo.common.io.mirror import refresh
 from emo.common.io.objects import existed_recently
 
+from ..config import DataConfig, settings
 from .buckets import Chunk, read_buckets, write_buckets
 from .compare import find_copies, nodes_of, rows_of
 from .row_units import BLOCK_ROWS, divide_rows
@@ -42,6 +43,7 @@ class Stages:
 
     def __init__(
         self,
+        config: DataConfig,
         parts: list[ScanPart],
         directory: Path,
         first: float,
@@ -49,6 +51,7 @@ class Stages:
         say: Callable[[str], None],
     ) -> None:
         """Args:
+        config: the data section of the recipe.
         parts: the parts of the scan, in order.
         directory: the directory of all stages.
         first: the unit that this job begins with, from 0 to 1.
@@ -62,8 +65,8 @@ class Stages:
         self._first = first
         self.ended = ended
         self.say = say
-        made_from = [[part.key for part in parts], self._ends.tolist(), BLOCK_ROWS]
-        self._key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+        made_from = [settings(config), [part.key for part in parts], self._ends.tolist(), BLOCK_ROWS]
+        self._key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
 
     def run(
         self, name: str, chunks: Callable[[int], Iterable[Chunk]], buckets: int | None = None

@@ -64,8 +64,19 @@ def read_chunks(stream: Any, name: str, left: int = sys.maxsize) -> Iterator[byt
             left -= len(chunk)
             yield chunk
     except READ_ERRORS as error:
+        reject_large_window(error, name)
         raise UserError(
             f"{name} cannot be unpacked ({one_line(error)}); the file is damaged", code="damaged-file"
+        ) from None
+
+
+def reject_large_window(error: BaseException, name: str) -> None:
+    """Raise UserError if reading a file failed because of the window of its zstd compression."""
+    if "requires too much memory" in str(error):
+        raise UserError(
+            f"{name} is compressed by zstd with a window of more than 128 MiB (--long=28 or higher). Convert "
+            "it: zstd -d --long=31 -c FILE | zstd > NEW.zst",
+            code="zstd-window",
         ) from None
 
 

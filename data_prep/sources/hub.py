@@ -11,7 +11,7 @@ from typing import Any
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import sha256
 
-from .reader import TableReader
+from .reader import PIECE_ROWS, TableReader, convert_rows
 
 
 def is_saved(path: Path) -> bool:
@@ -23,7 +23,19 @@ class DatasetReader(TableReader):
     """Reads a hub data set or, if it has a path, a data set that was saved there."""
 
     def rows(self, start: int) -> Iterator[Any]:
-        return iter(self._dataset.skip(start))
+        names = self._dataset.column_names
+        # Other columns may have images, which would be decoded.
+        dataset = self._dataset.with_format(None).select_columns(self.spec.wanted(names))
+        nulls = dict.fromkeys(names)
+
+        def convert(begin: int, end: int) -> list[Any]:
+            columns = dataset[begin:end]
+            return [
+                nulls | dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            ]
+
+        for begin in range(start, len(dataset), PIECE_ROWS):
+            yield from convert_rows(convert, begin, min(begin + PIECE_ROWS, len(dataset)))
 
     def can_skip(self, end: int, start: int) -> bool:
         return start != end  # `skip` takes no time

@@ -53,18 +53,25 @@ class JsonReader(TableReader):
 
 def is_one_value(path: File) -> bool:
     """Return whether a .json file is one value with all rows, as opposed to one row on each line."""
-    text = line = others = b""
+    line: list[bytes] = []  # chunks of the first line
+    size = 0
+    newline = b""
+    single = True
     with open_text(path) as stream:
         for chunk in read_chunks(stream, str(path)):
-            text = (text + chunk).removeprefix(UTF8_MARK).lstrip()
-            line, _, others = text.partition(b"\n")
-            if text.startswith(b"[") or others.strip() or len(text) > JSON_LIMIT:
+            others = chunk
+            if not newline:
+                text = chunk if line else chunk.removeprefix(UTF8_MARK).lstrip()
+                if not line and text.startswith(b"["):
+                    return True
+                text, newline, others = text.partition(b"\n")
+                line += [text] if text else []
+            size += len(chunk)
+            single = not others.strip() and size <= JSON_LIMIT
+            if not single:
                 break
-    single = not others.strip() and len(text) <= JSON_LIMIT
-    if text.startswith(b"["):
-        return True
     try:
-        row = json.loads(line)
+        row = json.loads(b"".join(line))
     except (ValueError, RecursionError):
         return not single
     return single and isinstance(row, dict) and _array_of_rows(row) is not None

@@ -11,18 +11,19 @@ stores their extents. The job of a shard later reads only the pieces that it nee
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import IO, Any, ClassVar, NamedTuple
 
-from emo.common.errors import UserError
+from emo.common.errors import UserError, one_line
 
 from ..config import Source
 from .files import AGAIN, File, file_mark, file_state, identify_file
 from .rows import cut_positions
-from .spec import Payload, RowSpec
+from .spec import Payload, Rejected, RowSpec
 
-PIECE_ROWS = 256  # records of a table in one piece
+PIECE_ROWS = 256  # most records of a table in one piece
+PIECE_CHARS = 1 << 20  # characters of records after which a piece ends
 
 
 class Extent(NamedTuple):
@@ -178,8 +179,7 @@ class TableReader(SourceReader):
         """Yield blocks of rows. In WikiText, whose rows are lines, a block ends where a document ends."""
         rows = self.rows(0)
         if self.spec.format != "wikitext":
-            while block := list(islice(rows, PIECE_ROWS)):
-                yield block
+            yield from _cut_rows(rows)
             return
         block = []
         for row in rows:
@@ -199,13 +199,55 @@ class TableReader(SourceReader):
 
     def _line(self, row: Any) -> str:
         """Return a WikiText row as a line of text."""
-        column = self.spec.column or "text"
-        if not isinstance(row, dict) or not isinstance(row.get(column), str):
+        column = self.spec.find(row, "text") if isinstance(row, dict) else None
+        if column is None or not isinstance(row[column], str):
+            names = column or " or ".join(self.spec.names("text"))
             raise UserError(
-                f"{self.name} has a row without text in column {column}. Set the source's column",
+                f"{self.name} has a row without text in column {names}. Set the source's column",
                 code="no-text",
             )
         return row[column] if row[column].endswith("\n") else row[column] + "\n"
+
+
+def _cut_rows(rows: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield rows in blocks of limited size."""
+    block = []
+    size = 0
+    for row in rows:
+        block.append(row)
+        size += _size_of(row)
+        if len(block) == PIECE_ROWS or size >= PIECE_CHARS:
+            yield block
+            block = []
+            size = 0
+    if block:
+        yield block
+
+
+def _size_of(value: Any) -> int:
+    """Return approximately how many characters a value has as text."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list) and not (value and isinstance(value[0], int)):
+        return sum(map(_size_of, value))
+    return 8 * len(value) if isinstance(value, list) else 8  # token ids are not added up one by one
+
+
+def convert_rows(convert: Callable[[int, int], list[Any]], begin: int, end: int) -> list[Any]:
+    """Return rows of a table as Python values. A row that Python cannot represent is rejected.
+
+    convert: returns the rows from one number to before another.
+    """
+    try:
+        return convert(begin, end)
+    except (ValueError, OverflowError, KeyError) as error:  # no UTF-8, a year after 9999, a repeated key
+        if end - begin == 1:
+            reason = "bad_utf8" if isinstance(error, UnicodeDecodeError) else "wrong_type"
+            return [Rejected(reason, one_line(error, 200))]
+    middle = (begin + end) // 2
+    return convert_rows(convert, begin, middle) + convert_rows(convert, middle, end)
 
 
 def _close(stream: Any) -> None:

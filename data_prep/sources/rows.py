@@ -197,7 +197,8 @@ def _judge(row: Row, spec: RowSpec) -> JudgedRow:
         if len(text) > spec.max_chars:
             raise RowError("too_long")
         if len(content.translate(None, _CONTROL)) < len(content):
-            raise RowError("control_characters")
+            found = next(byte for byte in content if byte in _CONTROL)
+            raise RowError("control_characters", f"U+{found:04X}. Remove the control characters")
         if not valid:
             raise RowError("bad_utf8")
         if len(content) > len(text) and text.count("\ufffd") * 100 > len(text):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..encoding.templates import Chat, Conversation
@@ -16,7 +16,7 @@ STRUCTURE = (
     *("broken_json", "not_an_object", "missing_column", "wrong_type"),
     *("refused_by_chat_template", "response_not_found", LEFT_OUT),
 )
-UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # the file is not UTF-8
+UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # the file may not be text in UTF-8
 CONTENT = (
     *(*UNREADABLE, "empty", "no_letters", "repetitive", "too_long"),
     *("empty_instruction", "empty_response", "bad_roles", "no_loss"),
@@ -55,6 +55,7 @@ class RowSpec(NamedTuple):
     columns: tuple[tuple[str, str], ...] = ()  # see Source.columns
     chat: bool = False  # instructions become the messages of a Chat, for a tokenizer's chat_template
     group: str | None = None  # see DataConfig.validation_group
+    all_columns: bool = False  # tables are read with the columns that parsing does not need
 
     def names(self, part: str) -> tuple[str, ...]:
         """Return the columns that may hold a part of a row: the one in the recipe, or the usual ones."""
@@ -69,6 +70,13 @@ class RowSpec(NamedTuple):
     def find(self, row: Mapping[str, object], part: str) -> str | None:
         """Return the column of a row that holds a part, see `first_present`."""
         return first_present(row, self.names(part))
+
+    def wanted(self, columns: Sequence[str]) -> list[str]:
+        """Return the columns of a table that parsing reads, or all if none of them has a known name."""
+        parts = ("text",) if self.kind == "text" else NAMES
+        read = {first_present(columns, self.names(part)) for part in parts} | {self.group}
+        found = [] if self.all_columns else [name for name in columns if name in read]
+        return found or list(columns)
 
 
 class Rejected(NamedTuple):
@@ -92,8 +100,8 @@ Row = str | Conversation | Chat | TokenIds
 Payload = bytes | list[Any]  # a range of a text file, or rows of a table
 
 
-def first_present(row: Mapping[str, object], names: Sequence[str]) -> str | None:
-    """Return the first of some columns that a row has, even if it is empty.
+def first_present(row: Container[str], names: Sequence[str]) -> str | None:
+    """Return the first of some columns that a row or a table has, even if it is empty.
 
     The next known column may hold a file name or the answer of another annotator.
     """

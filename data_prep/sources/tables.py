@@ -7,14 +7,15 @@ import io
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, Literal
 
 from emo.common.errors import UserError, one_line
 
 from .addresses import RemoteFile
-from .files import READ_ERRORS, decompress, format_ending, require_utf8
-from .reader import PIECE_ROWS, TableReader
+from .files import READ_ERRORS, decompress, format_ending, reject_large_window, require_utf8
+from .reader import PIECE_ROWS, TableReader, convert_rows
 from .spec import Rejected
 
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}  # the first of them that is in the header
@@ -54,6 +55,7 @@ class CsvReader(TableReader):
                         yield row
                     number += 1
             except (csv.Error, *READ_ERRORS) as error:
+                reject_large_window(error, self.name)
                 raise UserError(
                     f"{self.name} cannot be read after line {line} ({one_line(error)}). Look for a quote "
                     "that is not closed, or a damaged file",
@@ -102,7 +104,7 @@ def _as_record(fields: list[str], names: list[str], quoted: bool) -> dict[str, s
 
 
 class ParquetReader(TableReader):
-    """Reads a parquet file. Reading can begin at any row group."""
+    """Reads a parquet file. Reading can begin at any row group. Columns that are not needed are null."""
 
     _group_ends: tuple[int, ...] = ()  # the row after the last of each row group
 
@@ -117,16 +119,24 @@ class ParquetReader(TableReader):
             self._group_ends = tuple(accumulate(file.metadata.row_group(i).num_rows for i in groups))
             first = bisect_right(self._group_ends, start)
             start -= self._group_ends[first - 1] if first else 0
-            for batch in file.iter_batches(PIECE_ROWS, row_groups=groups[first:]):
+            names = file.schema_arrow.names
+            wanted = self.spec.wanted(names)
+            nulls = dict.fromkeys(names)
+            for batch in file.iter_batches(PIECE_ROWS, row_groups=groups[first:], columns=wanted):
                 number += max(0, batch.num_rows - start)
                 self._read_share = number / file.metadata.num_rows
-                yield from batch.slice(start).to_pylist(maps_as_pydicts="strict")
+                if start < batch.num_rows:
+                    yield from convert_rows(partial(_rows_of, batch, nulls), start, batch.num_rows)
                 start = max(0, start - batch.num_rows)
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError) as error:
-            # Python has no dates after the year 9999, for example.
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise UserError(
                 f"{self.name} is not a readable parquet file ({one_line(error, 200)})", code="damaged-file"
             ) from None
 
     def can_skip(self, end: int, start: int) -> bool:
         return bisect_right(self._group_ends, start) > bisect_right(self._group_ends, end)
+
+
+def _rows_of(batch: Any, nulls: dict[str, None], begin: int, end: int) -> list[dict[str, Any]]:
+    """Return rows of a batch as Python values. `nulls` has all columns of the file."""
+    return [nulls | row for row in batch.slice(begin, end - begin).to_pylist(maps_as_pydicts="strict")]

@@ -24,7 +24,7 @@ def parts_of(
         stretch = slice(start, start + size)
         inputs, begins = np.unique(source[stretch], return_index=True)
         bounds = [*(start + begins).tolist(), min(start + size, len(hashes))]
-        note: PartNote = {"key": "", "pieces": [], "inputs": []}
+        note: PartNote = {"key": "", "broken": False, "pieces": [], "inputs": []}
         batches = []
         for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
             member = hashes[first:last].astype(np.uint64)
@@ -40,7 +40,7 @@ def parts_of(
             note["pieces"].append([i, 0, 0, last - first, 0])
         path = directory / f"{number}.parquet"
         write_part(path, near, batches, note)
-        part = read_part(path, "")
+        part = read_part(path, "", strict=True)
         assert part is not None
         parts.append(part)
     return parts

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from emo.common.errors import UserError
 from emo.common.io.files import DiskFullError
 from emo.common.io.lease import Lease
 from emo.data_prep.checks import planned_inputs
@@ -164,6 +165,45 @@ def test_complete_parts_and_stages_are_kept(tmp_path: Path, monkeypatch: pytest.
     assert Counter(files) == Counter(set(files)) + Counter(damaged) and len(files) > 30 and not damages
     assert set(again) == {2, *changed} | set(range(7, max(again) + 1)) and len(again) == len(set(again))
     assert file_bytes(config.dir) == file_bytes(other.dir)
+
+
+def test_sources_are_only_read_again_if_a_setting_of_the_scan_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice for a broken row, and changed settings of later steps, keep the rows that were read."""
+    small_units(monkeypatch)
+    scanned = noted_units(monkeypatch)
+    sources = [{"files": "[ab].jsonl", "weight": 1.5}, {"files": "c*.jsonl"}]
+    config = world(tmp_path, texts(160, sentences=8), sources=sources)
+    with (tmp_path / "c3.jsonl").open("a") as file:
+        file.write("{broken\n")
+
+    def rescanned(**changes: Any) -> list[int]:
+        """Prepare with changed settings up to the plan, and return the units that were scanned."""
+        nonlocal config
+        scanned.clear()
+        config = config.model_copy(update=changes)
+        with monkeypatch.context() as patch, contextlib.suppress(UserError):
+            patch.setattr(plan.Plan, "save", interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                run(config)
+        return list(scanned)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    first = rescanned()
+    last = first[-1]
+    assert first == list(range(last + 1)), "the unit with the broken row comes last"
+    assert rescanned(strict=False) == [last]
+    assert rescanned(seed=1) == first
+    assert rescanned(sequence_len=16, shards=2, limit_rows=90) == []
+    assert rescanned(strict=True) == [last], "a part with a broken row is not used if strict"
+    assert rescanned(strict=False) == []
+    run(config)
+    fresh = config.model_copy(update={"dir": tmp_path / "fresh"})
+    run(fresh)
+    assert file_bytes(config.dir) == file_bytes(fresh.dir)
 
 
 def test_a_job_takes_over_from_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -35,8 +36,9 @@ from hypothesis import strategies as st
 from emo.common.errors import FailureError, UserError
 from emo.data_prep.checks import planned_inputs
 from emo.data_prep.config import DataConfig, Source
-from emo.data_prep.sources import reader
+from emo.data_prep.sources import files, reader
 from emo.data_prep.sources.inputs import READERS, expand_braces, open_inputs
+from emo.data_prep.sources.json_array import is_one_value
 from emo.data_prep.sources.rows import parse, raw_rows
 from emo.data_prep.sources.spec import Rejected, RowSpec
 from emo.data_prep.sources.text import TextReader
@@ -107,6 +109,7 @@ CELLS = "".join(f'"{text}",{i}\r\n' for i, text in enumerate(texts(9)))
 TABS = "text\tn\n" + "".join(f"{text}\t{i}\r\n" for i, text in enumerate(texts(9)))
 
 DAYS = pa.timestamp("us")
+LATIN = pa.array([b"caf\xe9"] * 9, pa.binary()).view(pa.string())  # not UTF-8
 
 
 def table(*columns: pa.Array) -> bytes:
@@ -134,7 +137,7 @@ BROKEN: dict[str, tuple[str, bytes]] = {
     "only a head": ("a.csv", b"text,n\n"),
     "no rows in an array": ("a.json", b"[]"),
     "no rows in parquet": ("a.parquet", table(pa.array([], pa.string()))),
-    "dates after the year 9999": ("a.parquet", table(pa.array(["a"]), pa.array([2**53], DAYS))),
+    "dates after the year 9999": ("a.parquet", table(pa.array([2**58], DAYS))),
     "a quote that is not closed": ("a.csv", b'text,n\n"' + b"word, " * 80_000),
     "a quote that another closes": ("a.csv", f'text,n\n"an open, 1\n{CELLS}'.encode()),
 }
@@ -157,11 +160,38 @@ def test_a_source_error_is_one_line(tmp_path: Path, case: str) -> None:
     fails(tmp_path, **SETTINGS.get(case, {}))
 
 
+def test_the_advice_for_control_characters_is_to_remove_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9 \x1a\n")
+    (row,) = read(tmp_path)
+    assert row == Rejected("control_characters", "U+001A. Remove the control characters")
+    with refused("control-characters"):
+        run(data_config(tmp_path, sources=[{"files": "a.txt"}]))
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 \x1a\nsome\x08\n")
+    with refused("not-utf8"):
+        run(data_config(tmp_path, sources=[{"files": "a.txt"}]))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.csv.zst"])
+def test_the_error_for_a_large_zstd_window_tells_how_to_convert(tmp_path: Path, name: str) -> None:
+    window = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    stream = zstandard.ZstdCompressor(compression_params=window).compressobj()  # without the size
+    (tmp_path / name).write_bytes(stream.compress(b"text\n" + lines(*GOOD)) + stream.flush())
+    with refused("zstd-window"):
+        run(data_config(tmp_path, sources=[{"files": name}]))
+
+
 def test_an_error_has_the_number_of_the_broken_line(tmp_path: Path) -> None:
     """The number is also right after many pieces of a compressed file."""
     rows = [{"text": f"{i} " + "word " * 40} for i in range(5000)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" + lines(*rows, b"{broken")))
     assert "line 5002" in fails(tmp_path)
+
+
+def test_rows_beyond_the_limit_are_not_checked(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(*({"text": text} for text in texts(20)), b"{broken"))
+    assert "line 21" in fails(tmp_path, sources=[{"files": "a.jsonl", "limit": 21}])
+    config = prepared(tmp_path, sources=[{"files": "a.jsonl", "limit": 10}], shards=1)
+    assert train_set(config).manifest.documents == 10
 
 
 # Each file has nine rows that are used. The last entry counts the rejected rows by reason.
@@ -195,6 +225,57 @@ def test_good_rows_are_read_and_rejected_rows_counted(tmp_path: Path, case: str)
     rows = read(tmp_path)
     assert Counter(row.reason for row in rows if isinstance(row, Rejected)) == counts
     assert [row for row in rows if isinstance(row, str)][-9:] == texts(9)
+
+
+# Columns of nine rows that cannot be read as Python values.
+UNREADABLE: dict[str, pa.Array] = {
+    "not UTF-8": LATIN,
+    "years after 9999": pa.array([2**58] * 9, DAYS),
+    "repeated keys": pa.array([[("a", 1), ("a", 2)]] * 9, pa.map_(pa.string(), pa.int64())),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_columns_that_are_not_needed_are_not_read(tmp_path: Path, case: str) -> None:
+    columns = {"text": texts(9), "extra": UNREADABLE[case]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert read(tmp_path) == texts(9)
+    sources = [{"files": "a.parquet"}]
+    (source,) = train_set(prepared(tmp_path, shards=1, sources=sources)).manifest.sources
+    assert (source["columns"], source["columns_not_read"]) == (["text"], ["extra"])
+    (tmp_path / "chats").mkdir()
+    columns = {"prompt": texts(9), "response": texts(9), "extra": UNREADABLE[case]}
+    pq.write_table(pa.table(columns), tmp_path / "chats/a.parquet")
+    config = prepared(tmp_path / "chats", kind="instruct", sequence_len=512, shards=1, sources=sources)
+    assert train_set(config).manifest.documents == 9
+
+
+def test_unreadable_values_reject_only_their_rows(tmp_path: Path) -> None:
+    """This holds for Parquet files and saved data sets, and the error of strict data names the row."""
+    broken = pa.concat_arrays([pa.array(texts(5)), LATIN[:2], pa.array(texts(9)[5:])])
+    pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
+    datasets.Dataset(pa.table({"text": broken})).save_to_disk(str(tmp_path / "saved"))
+    for name in ("a.parquet", "saved"):
+        rows = read(tmp_path, name)
+        assert [row.reason for row in rows if isinstance(row, Rejected)] == ["bad_utf8"] * 2
+        assert rows[:5] + rows[7:] == texts(9)
+    maps = pa.array([[("a", 1)]] * 2 + [[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"text": maps, "id": range(3)}), tmp_path / "a.parquet")
+    assert [row.reason for row in read(tmp_path, "a.parquet")] == ["wrong_type"] * 3
+    dates = pa.array([2**58], DAYS)
+    pq.write_table(pa.table({"text": dates}), tmp_path / "a.parquet")
+    assert "a.parquet row 1: wrong type" in fails(tmp_path, sources=[{"files": "a.parquet"}])
+
+
+def test_images_next_to_the_text_are_not_read(tmp_path: Path) -> None:
+    """A decoded image has other bytes than its file, and another memory address in every read."""
+    rows = {"text": texts(300), "image": [{"bytes": b"no image", "path": None}] * 300}
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_dict(rows, features).save_to_disk(str(tmp_path / "saved"))
+    config = prepared(tmp_path, sources=[{"files": "saved"}])
+    assert train_set(config).manifest.documents == 300
+    (source,) = train_set(config).manifest.sources
+    assert source["columns_not_read"] == ["image"]
 
 
 def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
@@ -510,6 +591,26 @@ def test_a_changed_file_at_an_address_is_an_error(tmp_path: Path) -> None:
     assert file_bytes(config.dir) == before
 
 
+def test_a_new_version_at_an_address_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other text of the same length has another version. A new version of the same text is no change."""
+    text = "\n".join(texts(200))
+    version = "1"
+
+    def info(self: Any, path: str, **options: Any) -> dict[str, Any]:
+        return real(self, path, **options) | {"ETag": version}
+
+    real = type(MEMORY).info
+    monkeypatch.setattr(type(MEMORY), "info", info)
+    MEMORY.pipe("/v/a.txt", text.encode())
+    config = prepared_from(tmp_path, "out", "memory://v/a.txt")
+    assert "nothing to do" in run(config)[0]
+    version = "2"
+    assert "nothing to do" in run(config)[0]
+    MEMORY.pipe("/v/a.txt", text.replace("river", "RIVER").encode())
+    with refused("source-changed"):
+        run(config)
+
+
 @pytest.mark.parametrize(
     "files",
     [
@@ -567,6 +668,56 @@ def test_a_validation_group_is_not_split(tmp_path: Path) -> None:
     pyarrow.csv.write_csv(lines, tmp_path / "none/table.csv")
     sources = [{"files": "table.csv", "format": "wikitext"}]
     assert "WikiText" in fails(tmp_path / "none", **grouped, sources=sources, validation_group="page")
+
+
+FORMS: dict[str, tuple[bytes, bool]] = {
+    "an array after spaces": (b"\xef\xbb\xbf" + b" \n" * 50 + b"[1, 2]", True),
+    "an object with rows": (b'{"rows": [{"text": "a"}]}\n\n', True),
+    "a row": (b'\n{"text": "a"}', False),
+    "several rows": (b'{"rows": [{"text": "a"}]}\n \n{"rows": []}', False),
+    "several lines": (b'{\n"rows": [{"text": "a"}]}', True),
+    "nothing": (b" \n", False),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_one_json_value_is_recognised(
+    tmp_path: Path, case: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, expected = FORMS[case]
+    (tmp_path / "a.json").write_bytes(content)
+    monkeypatch.setattr(files, "READ_BYTES", max(size, 3 if content.startswith(b"\xef") else 1))
+    assert is_one_value(tmp_path / "a.json") is expected
+
+
+def test_a_long_line_of_json_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_bytes(b'{"rows": [' + b'{"text": "word"}, ' * 200_000 + b'{"text": "word"}]}')
+    monkeypatch.setattr(files, "READ_BYTES", 1 << 6)
+    began = time.process_time()
+    assert is_one_value(tmp_path / "a.json")
+    assert time.process_time() - began < 1, "copying the line for each read takes longer"
+
+
+@pytest.mark.parametrize("ending", ["csv", "json", "parquet"])
+def test_pieces_of_tables_have_limited_text(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the pieces changes no byte of the shards."""
+    rows = texts(600, seed=2, sentences=20)
+    config = data_config(tmp_path, sources=[{"files": put(tmp_path / f"a.{ending}", rows).name}])
+    run(config)
+    before = file_bytes(config.dir / "train")
+    monkeypatch.setattr(reader, "PIECE_CHARS", 5000)
+    (opened,) = open_inputs(config)
+    pieces = [[row["text"] for row in piece.payload or ()] for piece in opened.pieces()]
+    assert [text for piece in pieces for text in piece] == rows
+    assert max(sum(map(len, piece[:-1])) for piece in pieces) < 5000 and max(map(len, pieces)) > 1
+    (config.dir / "train/shard-00001-of-00002.arrow").unlink()
+    run(config)  # the plan has the larger pieces
+    assert file_bytes(config.dir / "train") == before
+    run(config, force=True)
+    assert file_bytes(config.dir / "train") == before
 
 
 def test_one_json_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
