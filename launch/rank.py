@@ -119,8 +119,6 @@ def _dry_run(config: RunConfig, ranks: int | None) -> None:
 
         from emo.pipeline.planning.plan import print_plan
 
-        if ranks is not None and ranks < 1:
-            raise UserError("--ranks must be a whole number from 1", code="option-value")
         count = ranks or int(os.environ.get("WORLD_SIZE") or get_accelerator().device_count() or 1)
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(count))
         print_plan(config, count, here=ranks is None)
@@ -134,6 +132,13 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
     path = f"launch/{script}.sh" if script in SCRIPTS else "--module emo.launch.rank"
     called = os.environ.get(CALLED) or (f"./{path}" if REPORTS in os.environ else f"deepspeed {path}")
     return parse_arguments(make_parser(called), argv)
+
+
+def _count(text: str) -> int:
+    """Return the number of ranks that an option names."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number from 1")
+    return int(text)
 
 
 def make_parser(called: str = "emo train") -> Parser:
@@ -165,7 +170,7 @@ def make_parser(called: str = "emo train") -> Parser:
     add = add_recipe(parser, RunConfig)
     add("--dry_run", action="store_true", help="check the recipe and plan the run without training")
     about = "with --dry_run: plan for this many ranks on other hosts"
-    add("--ranks", type=int, metavar="N", help=about)
+    add("--ranks", type=_count, metavar="N", help=about)
     add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
     add = parser.add_mutually_exclusive_group().add_argument
     add("--quiet", action="store_true", help="print only warnings, errors and how the run ended")
