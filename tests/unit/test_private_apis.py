@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import inspect
-import tempfile
+import os
 import tomllib
 from functools import reduce
 
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.requirements import Requirement
 from torch.distributed import distributed_c10d
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from emo.pipeline.control import rendezvous
 from tests.conftest import REPO
@@ -97,13 +96,12 @@ def test_deepspeeds_adam_may_be_pytorchs() -> None:
     assert optimizer.state[weight]["step"].dtype == torch.float32
 
 
-def test_the_rendezvous_with_spares_fits_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks get a store of their own, without which restarted ranks would connect to dead ones."""
-    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
-    create = rendezvous.plugin()
-    address = {"is_host": "true", "store_type": "file"}
-    with tempfile.NamedTemporaryFile() as file:
-        parameters = RendezvousParameters("emo", file.name, "run", 1, 1, **address)
-        handler = create(parameters)
-    assert isinstance(handler, rendezvous.SpareHandler) and not handler.use_agent_store
-    assert handler.num_nodes_waiting() == 0
+def test_ranks_that_are_restarted_get_a_store_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shared store, restarted ranks would connect to dead ones."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+    assert rendezvous.plugin() is rendezvous.create_handler
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "0"  # the user's choice
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    rendezvous.plugin()
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert hasattr(rendezvous.SpareHandler, "use_agent_store")
