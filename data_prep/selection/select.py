@@ -306,9 +306,11 @@ def _require_rows(source: Mapping[str, Any], reasons: np.ndarray) -> None:
     rejected = _rejected(reasons)
     unreadable = rejected.keys() & {*UNREADABLE}
     if unreadable and not reasons[[0, CODE["weight"]]].any():
-        advice, code = "Convert it to UTF-8", "not-utf8"
+        advice = "Convert it to UTF-8"
+        code = "not-utf8"
         if unreadable == {"control_characters"}:
-            advice, code = "Remove the control characters", "control-characters"
+            advice = "Remove the control characters"
+            code = "control-characters"
         raise UserError(
             f"{source['name']} has no usable row ({_list_reasons(rejected)}). {advice}, remove the source, "
             "or set data.strict=false to skip and count",

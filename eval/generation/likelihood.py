@@ -108,7 +108,7 @@ def score_texts(model: EvaluatedModel, texts: Sequence[str]) -> Likelihood:
     if not pairs:
         raise UserError("no text has a token to predict", code="no-text")
     scored = continuations(model, pairs)
-    nll, tokens = (np.bincount(owner, values, len(texts)) for values in (scored.nll, scored.tokens))
+    nll, tokens = (np.bincount(owner, values, len(texts)) for values in scored[:2])
     return Likelihood(nll, tokens.astype(np.int64), int((np.bincount(owner) > 1).sum()))
 
 

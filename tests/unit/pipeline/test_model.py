@@ -229,11 +229,11 @@ def test_data_that_do_not_fit_the_model_are_rejected(shared_data: Path) -> None:
         (stories, 61, 32, changed, changed_end, True),
         (stories, 61, 32, "x", end, False),
     ):
-        facts = {"vocab_size": vocabulary, "block": block, "tokenizer_fingerprint": digest, "eos_id": eos}
+        facts = {"used_ids": vocabulary, "block": block, "tokenizer_fingerprint": digest, "eos_id": eos}
         data: Any = SimpleNamespace(**facts)
         with contextlib.nullcontext() if fits else pytest.raises(UserError):
             check_fits(family("llama").config, model, data)
-    data.vocab_size = 10_000
+    data.used_ids = 10_000
     with refused("vocabulary") as error:
         check_fits(family("llama").config, new, data)
     assert "resize_token_embeddings" in str(error.value)
