@@ -157,6 +157,10 @@ def added_ids(backend: Tokenizer) -> tuple[list[int], list[int]]:
     return start, end[::-1]
 
 
+# Options of a tokenizer's call: nothing is added to the text, and special tokens in it are plain text.
+PLAIN = {"add_special_tokens": False, "split_special_tokens": True}
+
+
 def text_ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: bool) -> list[int]:
     """Return the ids of a text as in training rows: BOS if the tokenizer adds one, then its tokens.
 
@@ -164,8 +168,7 @@ def text_ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: bool) -> 
     Special tokens such as <unk> in the text are plain text. options: for the call of the tokenizer.
     """
     start, _ = added_ids(tokenizer.backend_tokenizer)
-    plain = {"add_special_tokens": False, "split_special_tokens": True}
-    return [*start, *tokenizer(text, **plain, **options).input_ids]
+    return [*start, *tokenizer(text, **PLAIN, **options).input_ids]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast, eos_id: int | None = -1) -> str:

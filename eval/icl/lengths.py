@@ -23,7 +23,7 @@ import numpy as np
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.io.weights import load_model_config
-from emo.data_prep.encoding.tokenizer import text_ids
+from emo.data_prep.encoding.tokenizer import PLAIN, text_ids
 
 from ..models.base import NotFiniteError
 from ..models.model import EvaluatedModel, quiet_libraries
@@ -233,8 +233,7 @@ def length_task(name: str) -> LengthTask:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a part of a text, without special tokens."""
-    plain = {"add_special_tokens": False, "split_special_tokens": True}
-    ids: list[int] = tokenizer(text, verbose=False, **plain).input_ids
+    ids: list[int] = tokenizer(text, verbose=False, **PLAIN).input_ids
     return ids
 
 

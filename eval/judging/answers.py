@@ -23,7 +23,7 @@ from emo.common.errors import UserError
 from emo.data_prep.config import VERSIONS, by_chat_template
 from emo.data_prep.encoding.chat_templates import BUILT_IN, RefusedError
 from emo.data_prep.encoding.templates import Conversation, Exchange, render
-from emo.data_prep.encoding.tokenizer import chat_template, text_ids
+from emo.data_prep.encoding.tokenizer import PLAIN, chat_template, text_ids
 
 from ..generation.decoding import Decoding, Request, split_reasoning
 from ..generation.engines import TextJob, Transformers
@@ -231,12 +231,11 @@ def conversation_ids(
     exchanges = tuple(Exchange(asked.instruction, "", asked.input) for asked in questions)
     first, *later = (turn.text for turn in render(Conversation(exchanges, system), template))
     tokenizer = model.tokenizer
-    options = {"add_special_tokens": False, "split_special_tokens": True}
     ids = text_ids(tokenizer, first)
     for prompt, answered in zip(later, history, strict=True):
         ended = (answered.ids[-1:] and answered.ids[-1] in model.ends) or tokenizer.eos_token_id is None
         ids += answered.ids if ended else [*answered.ids, tokenizer.eos_token_id]
-        ids += tokenizer(prompt, **options).input_ids
+        ids += tokenizer(prompt, **PLAIN).input_ids
     return ids
 
 

@@ -152,11 +152,12 @@ def merge_models(models: Sequence[Path], base: Path | None, merge: Merge, target
         raise UserError(f"{target} exists. Give a new directory", code="export-target")
     opened = [Checkpoint(directory) for directory in models]
     start = None if base is None else Checkpoint(base)
-    _check_alike([*opened, *([] if start is None else [start])])
+    compared = [*opened, *([] if start is None else [start])]
+    _check_alike(compared)
+    common = set.intersection(*(set(model.names) for model in compared))
 
     def merged() -> Iterator[tuple[str, Tensor]]:
-        everywhere = set.intersection(*(set(model.names) for model in (*opened, *([start] if start else []))))
-        for name in (name for name in opened[-1].names if name in everywhere):
+        for name in (name for name in opened[-1].names if name in common):
             tensors = [model.read(name) for model in opened]
             result = merge_tensors(tensors, None if start is None else start.read(name), merge)
             if not bool(result.isfinite().all()):

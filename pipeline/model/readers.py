@@ -133,9 +133,10 @@ def copy_processor(model: PreTrainedModel, source: str | None, revision: str | N
     """
     if source is None or model.config.get_text_config() is model.config:
         return
+    options = dict.fromkeys(
+        ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False
+    )
     for name in PROCESSOR:
-        options: dict[str, bool] = {"_raise_exceptions_for_missing_entries": False}
-        options["_raise_exceptions_for_connection_errors"] = False
         if (file := cached_file(source, name, revision=revision, **options)) is not None:
             shutil.copyfile(file, directory / name)
 

@@ -69,10 +69,11 @@ def extend_model(
     if config.model.path is None:
         raise UserError("set model.path, because only a pre-trained model can be extended", code="extension")
     data, validation = open_prepared(config.data)
-    check_fits(model_config(config.model), config.model, data.manifest)
+    hf_config = model_config(config.model)
+    check_fits(hf_config, config.model, data.manifest)
     old = load_tokenizer(config.data.dir / "tokenizer")
     extension = extend_vocabulary(old.backend_tokenizer, iterate_texts(data, old), pieces, special)
-    attention = usable_attention(config.model, model_config(config.model))
+    attention = usable_attention(config.model, hf_config)
     model: Any = load_pretrained(config.model.path, config.model.revision, config.model.dtype, attention)
     held_out = next(iter(validation.values()), data)
     documents = [
