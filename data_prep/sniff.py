@@ -347,7 +347,7 @@ def _characters(row: Row, template: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _name_of(files: str) -> str:
-    """Return a name for the data of files: that of the file, or of its folder if the name is a pattern."""
+    """Return a name for prepared data: the name of the file, or of its folder if the file is a pattern."""
     path = Path(files.partition("://")[2] or files)
     names = (path.name.split(".")[0], path.absolute().parent.name)
     return next((name for name in names if name and not set(name) & set("*?[{}")), "data")

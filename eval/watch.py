@@ -338,9 +338,7 @@ class RunWatcher:
                 files = list[FileStat]()  # empty for data of the hub
                 with contextlib.suppress(OSError):
                     files = _stat_files(sorted((Path(source) / task.name).glob("*.jsonl*")))
-                spec = json.dumps(
-                    task.spec.model_dump(mode="json")
-                )  # text, because the order of inputs counts
+                spec = json.dumps(task.spec.model_dump(mode="json"))  # the order of inputs counts
                 facts = [task.name, task.version, spec, files]
             requests[task.name] = store.digest_json([[facts], settings, self.dtype, VERSION])[:16]
         return requests
@@ -354,10 +352,7 @@ class RunWatcher:
         return None not in states
 
     def _write_mark(self, target: Target, files: str, requests: Requests, state: str, **facts: Any) -> None:
-        """Write a target's mark. The latest states of other tasks are kept, if their results are.
-
-        A result replaces that of the same task by other settings, and all results of another dtype.
-        """
+        """Write a target's mark. Keep the states of other tasks, unless the files or the dtype changed."""
         path = self.directory / "done" / f"{target.name}.json"
         before = _read_mark(path)
         same = before.get("files") == files and before.get("dtype") == self.dtype
@@ -461,7 +456,7 @@ def _read_mark(path: Path) -> dict[str, Any]:
 
 
 def _states(mark: Mapping[str, Any], requests: Requests) -> set[str | None]:
-    """Return the states of requests in a mark, with None for those that it does not have."""
+    """Return the states of requests in a mark, with None if a request is missing."""
     asked = {name: mark.get("asked", {}).get(name) for name in requests}
     return {
         entry.get("state") if isinstance(entry, dict) and entry.get("request") == requests[name] else None

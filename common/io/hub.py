@@ -11,6 +11,11 @@ from .weights import explain_hub_error
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 
 
+def base_of_card(path: str) -> str:
+    """Return the line of a model card that names the base model, or "" for a local or a new model."""
+    return f"base_model: {path}\n" if HUB_ID.fullmatch(path) and not Path(path).exists() else ""
+
+
 def hub_directory(name: str, revision: str | None, subject: str, code: str, **patterns: list[str]) -> Path:
     """Return the files of a Hub repository, from the cache or the network.
 

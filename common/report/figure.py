@@ -36,7 +36,7 @@ DASHES = {"-": "none", "--": "7.4 3.2", "-.": "12.8 3.2 2 3.2", ":": "2 3.3"}
 SERIES = {"": 0, "mle": 1, "emo": 2, "tailr": 3, "mixce": 4}
 # While Matplotlib draws, #0000XX stands for the CSS variable with index XX. Black is the first.
 VARIABLES = ("muted", "rule", "grey", *(f"s{i + 1}" for i in range(COLOURS)))
-# Colours of figures that are files of their own: those of the page in light mode, with a darker grey.
+# Colours of figures in separate files: the light mode of the page, with a darker grey.
 LIGHT = dict(zip(VARIABLES, (
     *("#67635b", "#dedad1", "#a8a29e", "#1d1c1a", "#2f6ca8", "#c0711a", "#2f8558", "#b5413a"),
     *("#7558b0", "#12898c", "#b8488f", "#857a14", "#7b4f2e", "#6d9bd1", "#8a8578"),
@@ -210,7 +210,7 @@ def svg(panel: Curves | Cells, label: str, alone: bool) -> Markup:
 
 
 def svg_file(name: str, size: tuple[float, float], draw: Callable[[Any], None]) -> str:
-    """Return a figure as a file of its own. `draw` gets Matplotlib's figure of `size` inches."""
+    """Return a figure as a separate file. `draw` gets Matplotlib's figure of `size` inches."""
     look = {"font.size": 8, "axes.titlesize": 8.5, "axes.titlelocation": "left"}
     text = _render(name, look, size, draw, metadata={"Date": None, "Creator": None})
     for variable, value in LIGHT.items():

@@ -318,7 +318,7 @@ def _human_text(texts: list[str]) -> dict[str, float]:
 
 
 def compare_all(sampled: Sequence[Sampled]) -> list[str]:
-    """Compare all sets of texts with the first, add this to quality.json, and return tables."""
+    """Compare all texts with the first set, write the differences, and return tables of the measures."""
     first, *others = sampled
     lines = _table("texts of", {texts.title: _cells(texts.result) for texts in sampled})
     rows = {}

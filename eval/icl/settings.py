@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The extra score to compute, if it decides."""
+        """The extra scores to compute: `score`, if it is one."""
         return tuple(name for name in EXTRA_SCORES if name == self.score)
 
     @property

@@ -114,7 +114,7 @@ def answer_of(row: FileRow, name: str = "output") -> str:
 def read_questions(source: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
     """Return the name and the questions of a set in SETS or a file, at most `limit`, evenly spaced.
 
-    Only the questions of a file have the answers in its rows: the named sets have those of another model.
+    Questions from a file have the answers of its rows. In the named sets, another model wrote them.
     """
     path = Path(source)
     name = Path(source).name.split(".")[0]

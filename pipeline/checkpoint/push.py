@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from emo.common.config.recipe import read_written
 from emo.common.errors import FailureError, UserError, iterate_causes, one_line
 from emo.common.io.files import write_text
-from emo.common.io.hub import HUB_ID
+from emo.common.io.hub import base_of_card
 from emo.common.io.objects import local_directory
 from emo.common.io.untrusted import number
 from emo.common.io.weights import (
@@ -156,8 +156,7 @@ def model_card(export: Path, name: str) -> str:
         config = read_written(run_dir / layout.CONFIG)
     origin = str(info.get("origin") or config.get("model", {}).get("path") or "")
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    if HUB_ID.fullmatch(origin) and not Path(origin).exists():
-        front.append(f"base_model: {origin}")
+    front += base_of_card(origin).splitlines()
     base = f"Base model: {markdown(publishable(origin))}." if origin and origin != "new" else "A new model."
     lines = [*front, "---", f"# {markdown(name)}", "", base]
     if objective := info.get("objective") or config.get("objective", {}).get("name"):

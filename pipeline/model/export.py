@@ -30,7 +30,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
 from emo.common.io.files import reset_modes, write_text
-from emo.common.io.hub import HUB_ID
+from emo.common.io.hub import base_of_card
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import CONFIG as MODEL_CONFIG
 from emo.common.io.weights import (
@@ -403,12 +403,11 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
     path = config.model.path or ""
     origin = markdown(publishable(path or "a new model"))
     library = "peft" if config.model.exported == "adapter" else "transformers"
-    base = f"base_model: {path}\n" if HUB_ID.fullmatch(path) and not Path(path).exists() else ""
     objective = on_one_line(publishable(config.objective.label)).replace("`", "")
     names = (publishable(str(s.hub or s.files or s.embedded)) for s in config.data.sources)
     facts = (f"| {markdown(key)} | {markdown(publishable(str(v)))} |" for key, v in info.items())
     return (
-        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n{base}---\n"
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n{base_of_card(path)}---\n"
         f"# {markdown(config.output_dir.name)}\n\nTrained from {origin} with the `{objective}` objective on "
         f"{', '.join(map(markdown, names))}.\n\n| fact | value |\n|---|---|\n" + "\n".join(facts) + "\n"
     )
