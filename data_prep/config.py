@@ -28,10 +28,11 @@ from emo.common.config.recipe import (
     read_recipe,
     suggest_key,
 )
+from emo.common.context_length import check_extension, context_length, extended_context
 from emo.common.errors import UserError, one_line
 from emo.common.io.objects import address_of, local_directory
 from emo.common.io.untrusted import read_json
-from emo.common.io.weights import check_extension, context_length, extended_context, reject_adapter
+from emo.common.io.weights import reject_adapter
 
 from .encoding.chat_templates import BUILT_IN, GIVEN, fixed_date
 

@@ -63,40 +63,34 @@ from .checks import (
     planned_inputs,
     read_chat_template,
 )
-from .config import FORMAT, MARKER, SETTINGS, TRAIN, VALIDATION, DataConfig, context_of, settings
+from .config import FORMAT, MARKER, SETTINGS, TRAIN, VALIDATION, DataConfig, settings
 from .encoding.chat_templates import BUILT_IN
 from .encoding.chats import check_template
 from .encoding.tokenizer import (
     FILES,
-    TRAINING_CHARS,
     TokenizerFacts,
-    chat_template,
     read_tokenizer,
     require_end,
-    save_tokenizer,
     set_chat_template,
-    tokenizer_facts,
-    train_sentencepiece,
 )
 from .selection.plan import ROWS, Plan, ShardPart
 from .selection.scan import BEYOND_LIMIT, Scan
 from .selection.select import Selection
 from .selection.similarity import contamination
-from .selection.stages import EndedError
+from .selection.stages import PlanFinishedError
 from .selection.token_limit import TokenLimit
-from .shards import costs
+from .shards import costs, manifests, tokenizer
 from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
-from .shards.format import HASHES, MANIFEST, ShardInfo, manifest_text, read_manifest, shard_name, token_dtype
+from .shards.format import HASHES, MANIFEST, ShardInfo, read_manifest, shard_name, token_dtype
+from .shards.manifests import GRAMS, OVERLAP
 from .shards.reencode import PlainEncoder, ShardCheck
 from .shards.scores import ABOUT, BEGUN, HASH, SCORES
-from .shards.served_template import served_template
 from .shards.write import (
     PLAN,
     TOKENIZER,
     describe_columns,
     describe_left_out,
     describe_losses,
-    make_manifest,
     overlap_path,
     read_note,
     write_shard,
@@ -104,10 +98,7 @@ from .shards.write import (
 from .sources.files import AGAIN
 from .sources.hub import is_saved
 from .sources.reader import SourceReader
-from .sources.rows import plain_text, take
 
-GRAMS = "grams.npz"
-OVERLAP = "contamination.json"
 NEW = ".new"  # the directory of planning jobs
 SCAN = "scan"  # in .new: the parts of the scan
 PIECES = "pieces.parquet"  # in .new: the pieces of the plan before it is complete
@@ -204,7 +195,7 @@ def prepare(
         if missing:
             job.make_shards(loaded, missing, hashes)
             job.refresh()
-        sealed = [job.seal(loaded.plan, split, finish) for split in config.splits]
+        sealed = [manifests.seal(config, loaded.plan.summary, split, finish, say) for split in config.splits]
         if not missing and all(sealed):
             say(f"{job.name} is already prepared; nothing to do")
         elif not missing and not finish:
@@ -213,7 +204,7 @@ def prepare(
         job.stopwatch.save(config.dir, shard, workers)
     lost = describe_left_out(loaded.plan.summary)
     for split in config.splits:
-        notes = list(job.read_notes(split).values())
+        notes = list(manifests.read_notes(config, split).values())
         lost += [f"{split}: {line}" for line in describe_losses(config, split, notes)]
     say(f"{job.name}: cut or dropped: {'; '.join(lost) or 'nothing'}")
 
@@ -301,7 +292,7 @@ class Preparation:
                 if reader.source.hub and not reader.source.revision and not is_saved(Path(reader.source.hub)):
                     say(f"note: {reader.name} is not pinned. Set its revision to prepare the same data again")
             if config.tokenizer is not None:  # may be misspelt, so before the scan, which takes longer
-                self._save_tokenizer(config.tokenizer)
+                tokenizer.save(config, self.new / TOKENIZER, say)
             if config.contamination is not None:
                 grams = contamination.collect(config.root / config.contamination, config.contamination_ngram)
                 contamination.save(grams, self.new / GRAMS)
@@ -314,47 +305,13 @@ class Preparation:
             if chat is not None and config.template in BUILT_IN:
                 set_chat_template(self.new / TOKENIZER, chat.text)
             elif config.tokenizer is not None:
-                self._set_served_template(config.tokenizer)
+                tokenizer.set_served_template(config, config.tokenizer, self.new / TOKENIZER, say)
             upload_tree(self.new / TOKENIZER)
             tree = settings(config) | {"format": FORMAT}
             write_text(self.new / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
         except BaseException:
             self.clear(SET_UP)
             raise
-
-    def _save_tokenizer(self, name: str) -> None:
-        """Save the recipe's tokenizer, and warn about rows that are too long for its model."""
-        local = self.config.root / name
-        if (context := context_of(local)) is not None and self.config.sequence_len > context:
-            self.say(
-                f"note: blocks of {self.config.sequence_len} tokens are longer than the context of {context} "
-                f"of the model in {local}, which cannot be trained on them"
-            )
-        source = local if local.exists() else name
-        save_tokenizer(source, self.config.tokenizer_revision, self.new / TOKENIZER)
-
-    def _set_served_template(self, name: str) -> None:
-        """Give the saved tokenizer a chat template that equals data.template=alpaca or chat.
-
-        name: the tokenizer in the recipe, for notes.
-        """
-        template = self.config.template
-        if self.config.kind != "instruct" or self.config.by_chat_template:
-            return
-        existing = chat_template(self.new / TOKENIZER)
-        served = served_template(template, self.new / TOKENIZER)
-        if existing not in (None, served):
-            self.say(
-                f"note: tokenizer {name} has a chat template, but data.template={template} writes the "
-                "prompts. To use the template of the tokenizer set data.template=chat_template"
-            )
-        if served is None:
-            self.say(
-                f"note: no chat template gives the tokens of data.template={template} with tokenizer {name}, "
-                "so exports have no chat template"
-            )
-        if existing != served:
-            set_chat_template(self.new / TOKENIZER, served)
 
     def clear(self, patterns: tuple[str, ...] = UNFINISHED) -> None:
         """Remove files in `.new`, unless another job has taken over the planning and uses them."""
@@ -414,7 +371,7 @@ class Preparation:
             summary["chat_template"] = scan.chat.digest
         characters = counted(summary["chars"][TRAIN], "character")
         say(f"{counted(int(plan.input_ends[-1]), 'row')} read; {characters} of them to train on")
-        facts = self._plan_tokenizer(plan, inputs)
+        facts = tokenizer.train_or_read(config, plan, inputs, self.new / TOKENIZER, say)
         if note := require_end(facts, str(config.tokenizer or config.dir / TOKENIZER), config.kind):
             say(note)
         summary["tokenizer"] = facts._asdict()
@@ -452,25 +409,9 @@ class Preparation:
             self.say(line)
         plan.save(self.new / PLAN)
         if not self.planning.is_held():  # it was stopped, or had no network, for too long
-            raise EndedError
+            raise PlanFinishedError
         self._publish()
         hashes.save()
-
-    def _plan_tokenizer(self, plan: Plan, inputs: list[SourceReader]) -> TokenizerFacts:
-        """Return the facts of the tokenizer. It may be trained on the planned rows."""
-        config = self.config
-        if config.train_tokenizer is None:
-            return tokenizer_facts(self.new / TOKENIZER)
-        self.say(f"training a tokenizer of {config.train_tokenizer} pieces")
-        # An even sample of the rows if there is much text. Other rows are not parsed.
-        step = 1 + plan.summary["chars"][TRAIN] // TRAINING_CHARS
-        parts = plan.training_sample(inputs, config.shards, step)
-        rows = (row for part in parts for row in take(part.payload, part.spec, part.copies.tolist()))
-        model = self.new / TOKENIZER / "tokenizer.model"
-        train_sentencepiece(map(plain_text, rows), config.train_tokenizer, model)
-        facts = save_tokenizer(model, None, self.new / TOKENIZER)
-        self._set_served_template("that was trained")
-        return facts
 
     def _hash_sources(self, plan: Plan, inputs: list[SourceReader]) -> Hashes:
         """Return hashes of the local sources, and add missing ones and that of the tasks to the plan."""
@@ -632,62 +573,6 @@ class Preparation:
         hashes.remember(path, signature(path), info.sha256)
         self.say_shard(info)
         return info
-
-    # --- manifests ----------------------------------------------------------------------------------------
-
-    def seal(self, plan: Plan, split: str, required: bool) -> bool:
-        """Write the manifest of a split whose shards are complete. Return whether it already existed.
-
-        With `required` missing shards are an error.
-        """
-        config = self.config
-        directory = self.config.dir / split
-        infos = self.read_notes(split)
-        if len(infos) < config.shards:
-            missing = [i for i in range(config.shards) if i not in infos]
-            report = f"{split}: {len(missing)} of {config.shards} shards are missing"
-            if required:
-                raise UserError(
-                    f"{report}, the first is {shard_name(missing[0], config.shards)}", code="shards-missing"
-                )
-            self.say(report)
-            return False
-        manifest = make_manifest(config, plan.summary, split, list(infos.values()))
-        file = directory / MANIFEST
-        text = manifest_text(manifest)
-        same = file.is_file() and file.read_bytes() == text.encode()
-        if same and (config.contamination is None or (directory / OVERLAP).is_file()):
-            return True
-        if config.contamination is not None:
-            self._write_overlap(split)
-        write_text(file, text)
-        self.say(
-            f"{self.name}/{split}: {counted(manifest.rows, 'row')} of {config.sequence_len}, "
-            f"{counted(manifest.tokens, 'token')}, {manifest.waste:.2%} padding"
-        )
-        return False
-
-    def _write_overlap(self, split: str) -> None:
-        """Write the report of the test rows that share n-grams with a split."""
-        config = self.config
-        directory = self.config.dir / split
-        n = self.config.contamination_ngram
-        paths = [overlap_path(directory, i, config.shards) for i in range(config.shards)]
-        notes = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        hits = {gram for note in notes for gram in note["grams"]}
-        documents = sum(note["documents"] for note in notes)
-        overlap = contamination.report(contamination.load(config.dir / GRAMS), hits, documents, n)
-        write_text(directory / OVERLAP, json.dumps(overlap, indent=1, ensure_ascii=False) + "\n")
-        tasks = overlap["tasks"].items()
-        counts = ", ".join(f"{name} {task['overlapping']}/{task['rows']}" for name, task in tasks)
-        self.say(f"{split}: test rows that share {n} words with {documents:,} documents: {counts}")
-
-    def read_notes(self, split: str) -> dict[int, ShardInfo]:
-        """Return the notes of a split's complete shards, by number."""
-        directory = self.config.dir / split
-        shards = self.config.shards
-        notes = {i: read_note(directory, i, shards) for i in range(shards)}
-        return {i: info for i, info in notes.items() if info is not None}
 
 
 def _report_progress(

@@ -1,4 +1,4 @@
-"""`sniff`: show how a file is parsed, three examples with their loss in colour, and a recipe to paste."""
+"""`sniff`: show how a file is parsed, three examples with their loss in colour, and a `data` section."""
 
 from __future__ import annotations
 

@@ -327,8 +327,10 @@ class ChatWriter:
                     "Set data.reasoning=drop, or data.template_variables={enable_thinking: true}",
                 )
             raise _unlearnable("it writes an answer in another way than it asks for one")
-        thinking = close_thinking(message, prompt[start:])
-        rest = text[start:].lstrip("\n") if thinking else text[common:]
+        rest = text[start:].lstrip("\n")
+        thinking = close_thinking(message, prompt[start:], rest)
+        if thinking is None:
+            thinking, rest = "", text[common:]
         edit = Edit(inserted=len(prompt) + len(thinking) + len(rest) - len(text))
         return prompt + thinking + rest, edit
 
@@ -350,14 +352,24 @@ class ChatWriter:
     def _after_dropped_text(self, messages: list[Message], tools: Any, index: int) -> str:
         """Return the text after the prompt if the answer makes the template drop an earlier part of it.
 
-        gpt-oss writes the reasoning of calls until their final answer comes. Mistral writes the system
-        message in front of the last message if it is the user's. Without that part the prompt is the
+        gpt-oss writes the reasoning and the text of calls until their final answer comes. Mistral writes the
+        system message in front of the last message if it is the user's. Without that part the prompt is the
         beginning of the text. Returns '' if it is not.
         """
         earlier = messages[:index]
         shorter = []
         if any(reasoning_of(message) for message in earlier if message["role"] == "assistant"):
             shorter.append([{k: v for k, v in message.items() if k not in REASONING} for message in earlier])
+        if any(message.get("tool_calls") and message.get("content") for message in earlier):
+            dropped = {*REASONING, "content"}
+            shorter.append(
+                [
+                    {k: v for k, v in message.items() if k not in dropped}
+                    if message.get("tool_calls")
+                    else message
+                    for message in earlier
+                ]
+            )
         if messages[0]["role"] in PREFACES:
             shorter.append(earlier[1:])
         for bare in shorter:

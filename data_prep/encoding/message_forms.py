@@ -94,14 +94,20 @@ def remove_reasoning(message: Message, only_empty: bool) -> None:
         message["content"] = content[thought.end() :]
 
 
-def close_thinking(message: Message, prompt_end: str) -> str:
-    """Return the reasoning and the closing tag that follow a prompt which ends with an open thinking tag.
+def close_thinking(message: Message, prompt_end: str, rest: str) -> str | None:
+    """Return what must be written between a prompt that ends with an open thinking tag and the answer.
 
-    Returns '' for any other prompt.
+    This is the reasoning and the closing tag, unless the answer begins with this tag. Returns None for any
+    other prompt.
+
+    Args:
+        message: The message with the answer.
+        prompt_end: The end of the prompt.
+        rest: The answer as the template writes it.
     """
     tag = OPEN_TAG.search(prompt_end)
     if tag is None:
-        return ""
+        return None
     thought = "\n".join(dict.fromkeys(thought.strip() for thought in reasoning_of(message)))
     close = tag[1].replace("<", "</").replace("[", "[/")
-    return f"{thought}\n{close}\n\n"
+    return thought if rest.startswith(close) else f"{thought}\n{close}\n\n"

@@ -50,6 +50,7 @@ NEUTRAL_SETTINGS: dict[str, Callable[[Any], bool]] = {
     ),
 }
 TOKEN_KEYS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")  # of an added token
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 LINE = 1000  # longest line to train on, in characters. sentencepiece leaves out lines above 4,192 bytes
 PROBES = [  # a converted tokenizer must have the ids of the original for these texts
@@ -134,16 +135,24 @@ def _neutral_settings(local: Path, added: set[str]) -> dict[str, object]:
     """
     settings: dict[str, object] = {"model_input_names": ["input_ids", "attention_mask"]}
     extra: list[str] = []
+    roles: dict[str, object] = {}
     for file in (local / "special_tokens_map.json", local / "tokenizer_config.json"):
         tree = _read_if_present(file)
         settings |= {key: tree[key] for key, valid in NEUTRAL_SETTINGS.items() if valid(tree.get(key))}
+        # Processors of images read these tokens by role. Version 5 of transformers writes them under a key of
+        # their own, and both versions read the dictionary.
+        named = tree.get("model_specific_special_tokens")
+        roles |= named if isinstance(named, dict) else {}
+        roles |= {key: tree[key] for key in tree if key.endswith("_token") and key not in ROLES}
         for key in ("additional_special_tokens", "extra_special_tokens"):
             named = tree.get(key)
-            if isinstance(named, dict):  # as transformers 4 writes it, by role
-                settings[key] = {role: token for role, token in named.items() if str(token) in added}
+            if isinstance(named, dict):
+                roles |= named
             elif isinstance(named, list):
                 contents = (token.get("content") if isinstance(token, dict) else token for token in named)
                 extra += [token for token in contents if isinstance(token, str) and token in added]
+    known = {role: token for role, token in roles.items() if isinstance(token, str) and token in added}
+    settings |= {"extra_special_tokens": known} if known else {}
     return settings | ({"additional_special_tokens": list(dict.fromkeys(extra))} if extra else {})
 
 

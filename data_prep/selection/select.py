@@ -25,7 +25,7 @@ from .compare import MOST_ROWS, MOST_SPLITS
 from .plan import COLUMNS, GROUP_ROWS, PIECES, ROWS, Plan, Summary, write_table
 from .scan import BEYOND_LIMIT, ScanPart
 from .similar import drop_similar
-from .stages import EndedError, Stages, drop_equal
+from .stages import PlanFinishedError, Stages, drop_equal
 
 COPIES = 16  # bits, after the shard
 COMPARED = [CODE[reason] for reason in SELECTION[:2]]
@@ -106,7 +106,7 @@ class Selection:
             try:
                 left[-1]()
                 left.pop()
-            except EndedError:
+            except PlanFinishedError:
                 return False
             except Exception as error:  # of any reader, as the job that finishes the plan removes all files
                 forget_listings()

@@ -27,7 +27,7 @@ from .units import complete_units
 STAGE = "select"  # beginning of the names of directories
 
 
-class EndedError(Exception):
+class PlanFinishedError(Exception):
     """Another job has finished the plan."""
 
 
@@ -73,7 +73,7 @@ class Stages:
     ) -> list[Path]:
         """Write the missing files of a stage, and return all, one for each unit.
 
-        Raises EndedError if another job has finished the plan.
+        Raises PlanFinishedError if another job has finished the plan.
 
         Args:
             name: The name of the stage.
@@ -81,7 +81,7 @@ class Stages:
             buckets: The number of buckets of each file, as many as units by default.
         """
         if self.ended():
-            raise EndedError
+            raise PlanFinishedError
         directory = self._directory / f"{STAGE}-{name}"
         directory.mkdir(exist_ok=True)
         paths = [directory / f"{number:06d}.{self._key}" for number in range(len(self.units))]
@@ -96,7 +96,7 @@ class Stages:
             ),
         )
         if not all(map(existed_recently, paths)):
-            raise EndedError
+            raise PlanFinishedError
         refresh(directory, [f"*.{self._key}"])
         return paths
 

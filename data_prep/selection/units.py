@@ -37,7 +37,7 @@ def complete_units(
     start = int(first * count)
     left = [*range(start, count), *range(start)]
     pause = POLL / 32
-    told = False
+    announced = False
     made: set[int] = set()
 
     def make_once(number: int) -> None:
@@ -55,9 +55,9 @@ def complete_units(
         forget_listings()
         left = [number for number in left if not done(number)]
         if left and holder:
-            if not told:
+            if not announced:
                 waiting(f"{len(left)} of {count}", holder)
-            told = True
+            announced = True
             time.sleep(pause)
             pause = min(2 * pause, POLL)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ ALL_LOSS_KEYS = (*LOSS_KEYS, *WEIGHT_KEYS, *PART_KEYS, *UNSUPPORTED_LOSS_KEYS)
 # Products of four weights stay within float32.
 MIN_WEIGHT = 1e-6
 MAX_WEIGHT = 1e6
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a content that are read
+CLOSED = re.compile(r"</(think|thinking|seed:think)>")  # end of reasoning in a content
 
 
 class Message(NamedTuple):
@@ -199,9 +202,12 @@ def _is_call(value: Any) -> bool:
 def _join_parts(content: list[Any], where: str, name: str) -> str:
     """Return the text of a content that is a list of parts."""
     parts = [part if isinstance(part, dict) else {} for part in content]
-    texts = [part.get("text") if part.get("type", "text") == "text" else None for part in parts]
+    texts = [part.get("text") if part.get("type", "text") in TEXT_PARTS else None for part in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise wrong_type(f"{where}.{name}", content, "text, or a list of its parts")
+        kinds = sorted({str(part["type"]) for part in parts if part.get("type", "text") not in TEXT_PARTS})
+        found = f"parts of the type {', '.join(kinds)}" if kinds else type(content).__name__
+        problem = f"column {where}.{name} must be text, or a list of parts that are text, not {found}"
+        raise RowError("wrong_type", problem)
     if any(part.get(key) is not None for part in parts for key in ALL_LOSS_KEYS):
         raise RowError("wrong_type", f"{where}: a part sets the loss. Use {PART_KEYS[0]} of the message")
     return "".join(map(str, texts))
@@ -331,7 +337,21 @@ def _read_tools(row: Mapping[str, object], spec: RowSpec) -> str:
         return ""
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise wrong_type(name, tools, "a list of tools")
-    return to_json(tools if isinstance(row[name], str) else without_nulls(tools))
+    tools = tools if isinstance(row[name], str) else without_nulls(tools)
+    return to_json([_wrap_function(tool) for tool in tools])
+
+
+def _wrap_function(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool or a call in the form of OpenAI, in which servers pass it to the template."""
+    if (
+        "function" in value
+        or not isinstance(value.get("name"), str)
+        or value.get("type", "function") != "function"
+    ):
+        return value
+    outside = {key: value[key] for key in ("id",) if key in value}
+    inside = {key: item for key, item in value.items() if key not in ("id", "type")}
+    return {**outside, "type": "function", "function": inside}
 
 
 def _message_tree(message: Message) -> dict[str, object]:
@@ -339,6 +359,8 @@ def _message_tree(message: Message) -> dict[str, object]:
     content = {} if message.content is None else {"content": message.content}
     tree: dict[str, object] = {"role": message.role, **content, **message.extra}
     calls = without_nulls(json.loads(to_json(message.extra.get("tool_calls"))))  # a copy
+    if isinstance(calls, list):
+        calls = [_wrap_function(call) if isinstance(call, dict) else call for call in calls]
     if calls:
         tree["tool_calls"] = calls
     for call in calls if isinstance(calls, list) else ():
@@ -347,7 +369,17 @@ def _message_tree(message: Message) -> dict[str, object]:
             function["arguments"] = _parse_json(function["arguments"])
         if isinstance(call, dict) and function is not call:
             call.setdefault("type", "function")
+    if message.role == "assistant" and message.loss.parts is None and message.content is not None:
+        tree["content"] = _open_thinking(message.content)
     return tree
+
+
+def _open_thinking(content: str) -> str:
+    """Return an answer with the tag that begins its reasoning, which the prompt of some models contains."""
+    closed = CLOSED.search(content)
+    if closed is None or f"<{closed[1]}>" in content:
+        return content
+    return f"<{closed[1]}>{content}"
 
 
 def without_nulls(value: Any) -> Any:

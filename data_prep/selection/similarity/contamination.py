@@ -26,6 +26,7 @@ from .grams import WORD, folded, split
 MIN_WORDS = 4  # shorter rows are not compared
 COLUMNS = ("text", "question")  # of a task's rows
 EXAMPLES = 5  # of each task
+BEGINNING = 300  # characters of an example
 SHARED = "overlapping_texts"  # in the report: digest of a row's text -> share of its grams that were found
 SIEVE_BITS = 22
 
@@ -37,7 +38,8 @@ class Grams(NamedTuple):
     lengths: np.ndarray  # int64: the distinct lengths, in words
     pairs: np.ndarray  # int64 [pairs, 2]: gram, row
     task: np.ndarray  # str [rows]
-    text: np.ndarray  # str [rows]
+    digest: np.ndarray  # str [rows], of the text
+    beginning: np.ndarray  # str [rows], of the text
 
 
 def row_text(row: Mapping[str, object]) -> str | None:
@@ -88,7 +90,8 @@ def collect(directory: Path, n: int) -> Grams:
         grams.append((hashes[size[owners] == length], owners[size[owners] == length]))
     hashes, owners = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, gram = np.unique(hashes, return_inverse=True)
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    facts = ((task, row_digest(text), text[:BEGINNING]) for task, text in rows)
+    columns = [np.array(column) for column in zip(*facts, strict=True)]
     return Grams(distinct, lengths, np.stack([gram, owners], axis=1), *columns)
 
 
@@ -98,8 +101,12 @@ def save(grams: Grams, path: Path) -> None:
 
 
 def load(path: Path) -> Grams:
-    """Return the grams that `save` wrote."""
+    """Return the grams that `save` wrote. Raises UserError if another version wrote them."""
     with np.load(path) as file:
+        if set(file.files) != set(Grams._fields):
+            raise UserError(
+                f"{path} was written by another version. Run prepare --force", code="other-version"
+            )
         return Grams(*(file[name] for name in Grams._fields))
 
 
@@ -135,8 +142,8 @@ def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[st
         n: Words in a gram.
     """
     hit_grams = np.isin(np.arange(len(grams.hashes)), list(hits))
-    total = np.bincount(grams.pairs[:, 1], minlength=len(grams.text))
-    counts = np.bincount(grams.pairs[:, 1], weights=hit_grams[grams.pairs[:, 0]], minlength=len(grams.text))
+    total = np.bincount(grams.pairs[:, 1], minlength=len(grams.digest))
+    counts = np.bincount(grams.pairs[:, 1], weights=hit_grams[grams.pairs[:, 0]], minlength=len(grams.digest))
     share = counts / np.maximum(total, 1)
     tasks = {}
     for task in np.unique(grams.task).tolist():
@@ -148,7 +155,7 @@ def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[st
             "too_short": int((total[members] == 0).sum()),
             "overlapping": len(hit),
             "contained": int((share[members] == 1).sum()),  # every gram of the row was found
-            SHARED: {row_digest(str(grams.text[r])): round(float(share[r]), 4) for r in hit},
-            "examples": [str(grams.text[r])[:300] for r in worst[:EXAMPLES]],
+            SHARED: {str(grams.digest[r]): round(float(share[r]), 4) for r in hit},
+            "examples": [str(grams.beginning[r]) for r in worst[:EXAMPLES]],
         }
     return {"ngram": n, "documents": documents, "tasks": tasks}

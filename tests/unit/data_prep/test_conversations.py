@@ -190,9 +190,20 @@ def test_null_arguments_are_removed() -> None:
     result = read(row, chat=True)
     (called,) = json.loads(result.messages)[1]["tool_calls"]
     assert called["function"]["arguments"] == {"b": [None, {"d": 0}]}
-    assert json.loads(result.tools) == [{"name": "f", "parameters": {"enum": ["a", None]}}]
+    plain = {"name": "f", "parameters": {"enum": ["a", None]}}
+    assert json.loads(result.tools) == [{"type": "function", "function": plain}]  # as servers pass it
     text = json.dumps(tools)  # storage does not change text
-    assert json.loads(read(row | {"tools": text}, chat=True).tools) == tools
+    (tool,) = json.loads(read(row | {"tools": text}, chat=True).tools)
+    assert tool["function"] == tools[0]
+
+
+def test_bare_calls_and_reasoning_without_its_first_tag_are_completed() -> None:
+    call = {"name": "f", "arguments": '{"a": 1}', "id": "7"}
+    row = {"messages": [USER, ANSWER | {"content": "Hm.\n</think>\n\nYes.", "tool_calls": [call]}]}
+    answer = json.loads(read(row, chat=True).messages)[1]
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert answer["tool_calls"] == [{"id": "7", "type": "function", "function": function}]
+    assert answer["content"] == "<think>Hm.\n</think>\n\nYes."
 
 
 def test_a_prompt_and_its_completion_may_be_messages() -> None:
@@ -297,7 +308,7 @@ def test_tools_calls_and_developers_reach_a_chat_template() -> None:
     assert "name" not in inner[1] and inner[3]["tool_call_id"] == "1"
     template = read_template(tokenizer_with(TOOLS), "t")
     text, spans = rendered(result, template)
-    assert text.startswith('{"name": "f"}\n<|im_start|>system\nd<|im_end|>')
+    assert text.startswith('{"type": "function", "function": {"name": "f"}}\n<|im_start|>system\nd<|im_end|>')
     call_text, answer = (text[a:b] for a, b in spans)
     assert call_text.count("<|im_end|>") == 2 and answer == "a<|im_end|>"  # in the text, and at the end
     other = template._replace(text=template.text + "{# knows developer #}")
