@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _MARKDOWN = re.compile(r"[\\`*\[\]|~$#]|(?<![^\W_])_|_(?![^\W_])")
 _LINK = re.compile(r"(?<=\w):(?=//)|(?<=\bwww)\.", re.IGNORECASE)  # GitHub turns these into links
@@ -44,6 +45,16 @@ def markdown(text: str) -> str:
     line = printable(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     line = _MARKDOWN.sub(lambda match: "\\" + match.group(), line)
     return _LINK.sub(lambda match: f"&#{ord(match.group())};", line)
+
+
+def align(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
+    """Return rows of cells as lines. With `right`, all columns but the first are aligned right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = list(map(str.rjust if right else str.ljust, row, widths))
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return lines
 
 
 def counted(count: float, noun: str) -> str:

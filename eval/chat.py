@@ -14,7 +14,7 @@ from emo.common.text import counted, printable
 from emo.data_prep.encoding.tokenizer import chat_template
 
 from .generation.commands import add_decoding, add_dtype, decoding_of
-from .generation.decoding import Request, text_after
+from .generation.decoding import THINK, Request, begins_in_thinking, text_after
 from .generation.engines import Transformers
 from .judging import answers
 from .models.model import EvaluatedModel
@@ -86,11 +86,13 @@ class ChatSession:
             return
         ids: list[int] = []
         printed = ""
+        opening = THINK * begins_in_thinking(self.model.tokenizer, prompt)
 
         def show(new: list[int], last: bool = False) -> None:
             nonlocal printed
             ids.extend(new)
             text = text_after(self.model.tokenizer, prompt, [i for i in ids if i not in self.model.ends])
+            text = opening + text
             if last or not text.endswith("\ufffd"):  # an incomplete character
                 text = text.lstrip()  # the model generates the space that templates leave out
                 print(printable(text[len(printed) :]), end="\n" if last else "", flush=True)

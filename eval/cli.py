@@ -17,7 +17,7 @@ from emo.common.cli.progress import show_activity
 from emo.common.cli.submit import KUBERNETES, add_schedulers, apply_job, check_schedulers, submit_array
 from emo.common.errors import ExitCode, FailureError, UserError, exit_code_of, one_line
 from emo.common.report.numbers import join_words
-from emo.common.text import counted, on_one_line, printable
+from emo.common.text import align, counted, on_one_line, printable
 
 from . import chat
 from .export import commands as exporting
@@ -181,9 +181,7 @@ def _list_tasks(_: argparse.Namespace) -> int:
         rows.append(
             (task.name, about, str(len(task.labels)), spec.metric, spec.hub.path if spec.hub else "-")
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(align(rows)))
     print(
         "\n`--data hub` downloads these data sets. `--data DIR` reads DIR/NAME/SPLIT.jsonl."
         f"\n--tasks also accepts task files, for example {DIRECTORY / 'sst2.yaml'}."

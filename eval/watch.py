@@ -42,7 +42,7 @@ from safetensors import SafetensorError, safe_open
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.lease import hold_if_free
 from emo.common.io.lease_files import file_system_now
-from emo.common.io.weights import CONFIG, opened_files
+from emo.common.io.weights import ADAPTER, ADAPTER_FILE, CONFIG, has_only_adapter, opened_files
 from emo.common.text import counted
 from emo.pipeline.control.run_dir import (
     COMPLETE,
@@ -72,6 +72,7 @@ from .results.directory import Say, TaskResult, find_model, natural_key, read_mo
 
 SETTLE_SECONDS = 20.0
 STALE_SECONDS = 600.0  # files that have not changed for this long are no longer being written
+PINS = "pins"  # directories of links to the files of targets
 FINISHED = Path("eval", "watch", "finished")  # whatever the name of the run or --output_path
 TRAINER_STATE = "trainer_state.json"
 FOREIGN = "checkpoint-"  # prefix of the Trainer's checkpoints, followed by the step
@@ -130,11 +131,14 @@ class Target:
         if self.checkpoint is not None:
             self._require_listed(self.checkpoint, files)
             return
-        for name in (CONFIG, TRAINER_STATE) if self.foreign else (CONFIG,):
+        own = [ADAPTER, ADAPTER_FILE] if has_only_adapter(files) else [CONFIG]
+        for name in [*own, TRAINER_STATE] if self.foreign else own:
             if not (files / name).is_file():
                 raise IncompleteError(f"{name} is missing")
         try:
-            opened = opened_files(files) if self.foreign else []
+            opened = []
+            if self.foreign:
+                opened = [files / ADAPTER_FILE] if has_only_adapter(files) else opened_files(files)
         except (OSError, ValueError, UserError) as error:
             raise IncompleteError(one_line(error, 200)) from None
         for path in opened:  # check the length that the header, or the end of a zip file, states
@@ -201,6 +205,7 @@ class RunWatcher:
         count = 0
         requests = self._requests()
         self.states = {}
+        self._remove_pins()
         for target in find_targets(self.run_dir):
             if self._is_done(target, requests):
                 continue
@@ -221,6 +226,15 @@ class RunWatcher:
                 marker.unlink(missing_ok=True)
         return count
 
+    def _remove_pins(self) -> None:
+        """Remove the links of watchers that were killed, to checkpoints that training has deleted since."""
+        targets = {target.name for target in find_targets(self.run_dir)}
+        for pin in (self.directory / PINS).glob("*"):
+            if pin.name not in targets:
+                with hold_if_free(store.lease(self.directory / "leases", pin.name)) as acquired:
+                    if acquired:
+                        shutil.rmtree(pin, ignore_errors=True)
+
     def names_in(self, *states: str) -> list[str]:
         """Return the targets and exports that have one of these states after the last pass."""
         return [name for name, state in self.states.items() if state in states]
@@ -229,7 +243,7 @@ class RunWatcher:
         """Return whether the run has its final export and no work is left."""
         requests = self._requests()
         done = [self._is_done(target, requests) for target in find_targets(self.run_dir)]
-        return (self.run_dir / EXPORT).is_dir() and all(done) and not self.names_in(DEFERRED)
+        return (self.run_dir / EXPORT).is_dir() and all(done) and not self.names_in(DEFERRED, UNEXPORTED)
 
     def summary(self) -> str:
         """Return a line about the last pass."""
@@ -373,7 +387,7 @@ class RunWatcher:
         failure = ""
         trace = None
         try:
-            with _pinned(target.path, self.directory / "pins" / target.name) as pinned:
+            with _pinned(target.path, self.directory / PINS / target.name) as pinned:
                 now = file_system_now(self.directory)
                 unchanged = now - max((path.stat().st_mtime for path in pinned.glob("*")), default=now)
                 target.require_complete(pinned, unchanged >= SETTLE_SECONDS)

@@ -19,6 +19,7 @@ from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_text
 from emo.common.io.hub import HUB_ID
 from emo.common.io.untrusted import read_bytes
+from emo.common.io.weights import CONFIG, has_only_adapter
 from emo.common.text import publishable
 
 from ..models.model import EvaluatedModel
@@ -27,6 +28,7 @@ from .figures import Figures, read_figures
 
 CARD = "README.md"
 ENTRIES = ".eval_results"
+OUR_FILE = "emo-pipeline-"  # beginning of the names of our files in it
 INDEX = "model-index"
 CARD_BYTES = 4 << 20
 # Names of our entries of a model-index, for tasks of this project and of lm-evaluation-harness.
@@ -49,7 +51,8 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     """
     all_of_model = read_figures(model)
     weights = model.description["weights"]
-    if (directory / "config.json").is_file() and EvaluatedModel(str(directory)).digest != weights:
+    has_model = (directory / CONFIG).is_file() or has_only_adapter(directory)
+    if has_model and EvaluatedModel(str(directory)).digest != weights:
         raise UserError(
             f"{directory} does not have the weights with which {model.name} was evaluated",
             code="other-weights",
@@ -67,6 +70,8 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     if publishable(after) != after:
         say(f"{directory / CARD} may contain a local path or a secret. Check it before you publish it.")
     directory.mkdir(parents=True, exist_ok=True)
+    for path in (directory / ENTRIES).glob(f"{OUR_FILE}*.yaml"):  # of tasks that have no result now
+        path.unlink()
     for figures in all_of_model:
         dataset = _dataset(figures)
         hub = figures.rows["hub"] or {}
@@ -84,7 +89,7 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
             date=datetime.fromtimestamp(figures.finished, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             notes=_notes(figures),
         )
-        path = directory / ENTRIES / f"emo-pipeline-{figures.task}.yaml"
+        path = directory / ENTRIES / f"{OUR_FILE}{figures.task}.yaml"
         path.parent.mkdir(exist_ok=True)
         write_text(path, _yaml(eval_result_entries_to_yaml([entry])))
     if after != before:

@@ -71,8 +71,7 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
             f"no result is of the run {run_dir}. Set --output_path to the run of the results.",
             code="no-results",
         )
-    with hold_if_free(Lease(run_dir, LOCK, LOCK_SECONDS)) as free:
-        pass
+    free = Lease(run_dir, LOCK, LOCK_SECONDS).is_free()
     with hold_if_free(store.lease(run_dir, SENDING)) as acquired:
         if not (free and acquired):
             raise BusyError(

@@ -199,7 +199,7 @@ def _quality(args: argparse.Namespace, say: Say) -> int:
         )
     if args.mauve and find_spec("mauve") is None:
         raise UserError(
-            "--mauve needs the package mauve-text, which is not installed by default because it is GPL-3.0: "
+            "--mauve needs the package mauve-text (GPL-3.0), which is not installed: "
             "pip install 'emo-pipeline[mauve]'",
             code="missing-extra",
         )

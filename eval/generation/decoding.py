@@ -19,6 +19,9 @@ from emo.data_prep.encoding.tokenizer import text_ids
 from ..models.model import EvaluatedModel
 
 THINK, END_THINK = "<think>", "</think>"  # around the reasoning of most models
+# Tokens around the reasoning of other models: Seed, Magistral, Command A and Gemma 4.
+OPENING = (THINK, "<thinking>", "<seed:think>", "[THINK]", "<|START_THINKING|>", "<|channel>")
+CLOSING = (END_THINK, "</thinking>", "</seed:think>", "[/THINK]", "<|END_THINKING|>", "<channel|>")
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # of GPT-OSS
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # characters that names of directories do not contain
 
@@ -118,13 +121,45 @@ def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[i
 def text_after(tokenizer: Any, start: list[int], ids: list[int]) -> str:
     """Return the text of `ids` after a prompt, without special tokens.
 
-    In the channels of GPT-OSS, all but the final one is reasoning: `<think>reasoning</think>answer`.
+    Reasoning is between `<think>` and `</think>`, whatever tokens the model has for this. In the channels of
+    GPT-OSS, all but the final one is reasoning.
     """
     added = tokenizer.get_added_vocab()
     if added.get(CHANNEL, -1) in ids and MESSAGE in added:
         return _text_of_channels(tokenizer, ids, added[CHANNEL], added[MESSAGE])
-    before = tokenizer.decode(start, skip_special_tokens=True)
-    return tokenizer.decode([*start, *ids], skip_special_tokens=True)[len(before) :]
+
+    def decode(count: int) -> str:
+        return tokenizer.decode([*start, *ids[:count]], skip_special_tokens=True)
+
+    before = decode(0)
+    text = decode(len(ids))
+    markers = thinking_tokens(tokenizer)
+    for number in reversed([number for number, token in enumerate(ids) if token in markers]):
+        name, tag = markers[ids[number]]
+        place = len(decode(number))
+        rest = text[place:].removeprefix(name)
+        text = text[:place] + tag + (rest.removeprefix("thought\n") if name == "<|channel>" else rest)
+    return text[len(before) :]
+
+
+def thinking_tokens(tokenizer: Any) -> dict[int, tuple[str, str]]:
+    """Return the tokens of a tokenizer that begin or end reasoning: their text, and THINK or END_THINK."""
+    added = tokenizer.get_added_vocab()
+    tags = dict.fromkeys(OPENING, THINK) | dict.fromkeys(CLOSING, END_THINK)
+    return {added[name]: (name, tag) for name, tag in tags.items() if name in added}
+
+
+def hides_thinking(tokenizer: Any) -> bool:
+    """Return whether decoding does not show the reasoning of a model as THINK and END_THINK."""
+    special = {*tokenizer.all_special_ids}
+    return any(token in special or name != tag for token, (name, tag) in thinking_tokens(tokenizer).items())
+
+
+def begins_in_thinking(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Return whether a prompt ends inside of reasoning, as some chat templates open it."""
+    markers = thinking_tokens(tokenizer)
+    last = next((markers[token][1] for token in reversed(prompt) if token in markers), END_THINK)
+    return last == THINK
 
 
 def _text_of_channels(tokenizer: Any, ids: list[int], channel: int, message: int) -> str:

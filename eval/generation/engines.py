@@ -20,7 +20,7 @@ from emo.common.text import counted
 from ..models.model import EvaluatedModel
 from ..results import store
 from ..results.directory import Record
-from .decoding import CHANNEL, Beams, Decoding, Request, text_after, until_end
+from .decoding import CHANNEL, Beams, Decoding, Request, hides_thinking, text_after, until_end
 
 if TYPE_CHECKING:
     from .fixed_point import FixedPoint
@@ -55,10 +55,12 @@ class Transformers:
         model = self.model
         digests: Record = {"weights": model.digest, "generation_config": model.generation_digest}
         digests |= {"tokenizer": model.tokenizer_digest, "ends": model.ends}
-        # Earlier versions left such end tokens in the texts, and the names of channels.
+        # Earlier versions left such end tokens in the texts, and the names of channels, and removed some
+        # tokens around reasoning.
         plain = sorted({*model.ends} - {*model.tokenizer.all_special_ids})
         digests |= {"ends_in_no_text": plain} if plain else {}
         digests |= {"channels": True} if CHANNEL in model.tokenizer.get_added_vocab() else {}
+        digests |= {"thinking": True} if hides_thinking(model.tokenizer) else {}
         return digests | self.decoding_identity
 
     @property

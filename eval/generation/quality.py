@@ -30,7 +30,7 @@ import torch
 
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
-from emo.common.text import counted
+from emo.common.text import align, counted
 from emo.data_prep.encoding.tokenizer import text_ids, tokenizer_fingerprint
 from emo.data_prep.selection.similarity.grams import tokens, units
 
@@ -512,8 +512,7 @@ def mauve(human: np.ndarray, sampled: np.ndarray, seed: int = MAUVE["seed"]) -> 
 def _table(head: str, rows: dict[str, dict[str, str]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     lines = [[head, *names]] + [[title, *(row.get(n, "") for n in names)] for title, row in rows.items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return align(lines)
 
 
 def _cells(result: dict[str, Any]) -> dict[str, str]:

@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -91,6 +92,8 @@ class Sampler:
         self.on_tokens: Callable[[list[int]], Any] | None = None
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         learned = any(table is not model.get_input_embeddings() for table in tables)
+        # The logits of all positions of a long prompt may not fit into memory.
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
         self.bounded = learned or model.config.model_type == "mpt"  # no positions beyond the context
 
     @torch.inference_mode()
@@ -183,7 +186,7 @@ class Sampler:
     def _alone(self, input_ids: Tensor, row: int) -> Tensor:
         """Return the logits [1, V] of a row from a forward without cache, padding and neighbours."""
         ids = input_ids[row : row + 1, self._width - self._lengths[row] :]
-        return self.model(input_ids=ids, use_cache=False).logits[:, -1].float()
+        return self.model(input_ids=ids, use_cache=False, **self._last).logits[:, -1].float()
 
     def _running(self, input_ids: Tensor) -> Tensor:
         """Return the numbers [n] of the rows whose texts have not ended."""

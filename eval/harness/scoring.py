@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import math
 import random
@@ -199,6 +201,7 @@ def _summarise(job: Job, run: Run, name: str, title: str, records: list[Record])
         "test_rows": store.digest_json([[r["group"], r["id"], r["gold"]] for r in records])[:16],
         "prompt": store.digest_json(run.answers.contents)[:16],
         "score": deciding,
+        "metrics": store.digest_json({key: _define_metrics(part) for key, part in run.tasks.items()})[:16],
         "max_tokens": job.settings.max_tokens,
         "dtype": run.answers.dtype,
         "scorer": f"lm-eval {metadata.version('lm_eval')}, {VERSION}",
@@ -228,6 +231,19 @@ def _summarise(job: Job, run: Run, name: str, title: str, records: list[Record])
     value = run.values[deciding]
     result["measure"] = {"value": value, "scale": scale, "higher_is_better": better, "interval": interval}
     return result
+
+
+def _define_metrics(part: Any) -> list[str]:
+    """Return what decides how the answers to a task become values: its version, filters and metrics."""
+    chosen = [part.get_config(key) for key in ("filter_list", "metric_list", "process_results")]
+    return [str(part.VERSION), json.dumps(chosen, default=_source)]
+
+
+def _source(value: Any) -> str:
+    """Return the source of a function of a task, or its name without one."""
+    with contextlib.suppress(TypeError, OSError):
+        return inspect.getsource(value)
+    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def _interval(records: list[Record], scale: str) -> dict[str, float] | None:

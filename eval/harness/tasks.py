@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import logging
 from collections.abc import Sequence
 from importlib import metadata, util
@@ -21,6 +22,7 @@ from ..icl.tasks import ForeignTask, Task, select_tasks
 from ..results.directory import TaskResult
 
 PREFIX = "lm-eval:"
+CODE = (".yaml", ".yml", ".py")  # endings of the files of a task
 LENGTHS = ("positions:", "passkey:")  # prefixes of measures over lengths
 
 
@@ -34,8 +36,10 @@ class HarnessTask(ForeignTask):
         self.name = PREFIX + self.title.replace("/", "_")
 
     def fingerprint(self) -> Any:
-        """Return the version of lm-eval and the text of the task's file."""
-        return [metadata.version("lm_eval"), self.path and self.path.read_text(encoding="utf-8")]
+        """Return the version of lm-eval, and digests of the task's file and of those next to it."""
+        files = sorted(p for p in self.path.parent.glob("*") if p.suffix in CODE) if self.path else []
+        digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        return [metadata.version("lm_eval"), digests]
 
     def load(self) -> Any:
         """Return the tasks and groups as lm_eval.evaluate needs them, with their data."""

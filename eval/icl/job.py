@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
-from emo.common.io.lease import hold_if_free
+from emo.common.io.lease import wait_and_hold
 from emo.common.text import counted
 from emo.data_prep.selection.similarity.grams import folded
 
@@ -154,15 +154,13 @@ class Job:
         folder = self.out / store.STORE / "retrieval"
         path = folder / f"{store.digest_json([identity, data.digests])[:32]}.json"
         while (indices := store.unsealed(path)) is None:
-            with hold_if_free(store.lease(folder / "leases", path.stem)) as acquired:
-                if acquired and store.unsealed(path) is None:
+            with wait_and_hold(store.lease(folder / "leases", path.stem), None):
+                if store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged. Computing it again.")
                     with show_activity(f"{task.name}: choosing demonstrations"):
                         chosen = self._choose(task, data, count)
                     store.replace(path, store.seal_json(chosen))
-            if not acquired:
-                time.sleep(store.POLL_SECONDS)
         return Retrieval(indices, count, str(identity["retriever"]), str(identity.get("encoder", "")))
 
     def _retriever_identity(self, task: Task) -> dict[str, object]:

@@ -48,6 +48,7 @@ class LengthTask(ForeignTask):
 
     kind = title = score = ""
     higher_is_better = False
+    bounded = False  # whether values are from 0 to 1
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
@@ -124,7 +125,7 @@ class LengthTask(ForeignTask):
 
     def _result(self, records: list[Record], compared: dict[str, Any]) -> TaskResult:
         lengths = self.summarise(records)
-        facts = {"scale": "mean", "higher_is_better": self.higher_is_better}
+        facts = {"scale": "mean", "higher_is_better": self.higher_is_better, "bounded": self.bounded}
         result: Any = {
             **{"task": self.name, "title": f"{self.title}, {self.path.name}", "score": self.score},
             **{"version": str(VERSION), "retriever": "none", "shots": 0, "rows_shortened": 0, "rows_cut": 0},
@@ -183,6 +184,7 @@ class PasskeyTask(LengthTask):
     title = "Passkeys found"
     score = "exact match"
     higher_is_better = True
+    bounded = True
 
     def prepare(self, tokenizer: Any, longest: int, limit: int | None) -> list[Record]:
         """Return prompts of exactly the lengths of powers of two, which include the passkey at the end."""

@@ -25,7 +25,7 @@ from emo.data_prep.encoding.chat_templates import BUILT_IN, RefusedError
 from emo.data_prep.encoding.templates import Conversation, Exchange, render
 from emo.data_prep.encoding.tokenizer import PLAIN, chat_template, text_ids
 
-from ..generation.decoding import Decoding, Request, split_reasoning
+from ..generation.decoding import THINK, Decoding, Request, begins_in_thinking, split_reasoning
 from ..generation.engines import TextJob, Transformers
 from ..models.model import EvaluatedModel
 from ..results import store
@@ -278,10 +278,11 @@ class Answering(TextJob):
         identity = {"answers": VERSION, "prompts": store.digest_json(self.prompts), "context": self.context}
         records = self.complete(identity | settings, len(self.prompts), f"{model.name} {self.name}")
         rows = []
-        for question, record in zip(self.questions, records, strict=True):
+        for question, record, prompt in zip(self.questions, records, self.prompts, strict=True):
             row = {"dataset": question.dataset, "instruction": question.instruction}
             row |= {name: value for name in ("id", "input") if (value := getattr(question, name))}
-            reasoning, text = split_reasoning(record["text"])
+            opened = begins_in_thinking(model.tokenizer, prompt)
+            reasoning, text = split_reasoning(THINK * opened + record["text"])
             row |= {"output": text.strip(), "generator": model.name}
             row |= {"reasoning": reasoning} if reasoning else {}
             rows.append(row | {name: record[name] for name in ("ended", "tokens", "fits")})
@@ -292,7 +293,8 @@ class Answering(TextJob):
         }
         about: Record = {"model": model.name, "path": model.source, "questions": self.name}
         store.replace(self.directory / OUTPUTS, store.dump(rows))
-        about |= {"template": self.template, **settings, "answers": len(rows), **counts}
+        about |= {"question_texts": identity["prompts"], "template": self.template, **settings}
+        about |= {"answers": len(rows), **counts}
         measures = self._compare(rows) | {"words": fmean(len(units(row["output"])) for row in rows)}
         about |= measures
         values = ", ".join(f"{name} {value:.3g}" for name, value in measures.items())

@@ -20,7 +20,7 @@ from pathlib import Path
 from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
 
-from ..generation.decoding import Beams, Request
+from ..generation.decoding import Beams, Request, split_reasoning
 from ..generation.engines import Reply, TextJob, Transformers
 from ..results import store
 from ..results.directory import Record
@@ -54,7 +54,7 @@ def judge_pairs(
     """
     rows = []
     for pair, reply in zip(pairs.rows, replies, strict=True):
-        sides = [judge.verdict(r["text"]) for r in reply["replies"]]
+        sides = [judge.verdict(split_reasoning(r["text"])[1]) for r in reply["replies"]]
         sides[1:] = map(EXCHANGED.get, sides[1:])
         if reply["unasked"] == IDENTICAL:
             sides = ["tie"] * 2  # as in AlpacaEval's annotator

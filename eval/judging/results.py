@@ -27,7 +27,7 @@ from ..models.model import clean_name
 from ..results import store
 from ..results.directory import Record, Say
 from ..results.rows import evenly_spaced
-from ..results.stats import Interval, bounded_mean, confusion
+from ..results.stats import bounded_mean, confusion
 from .judging import IDENTICAL, NO_ROOM
 from .pairs import Judged
 
@@ -94,8 +94,6 @@ class JudgementNumbers(TypedDict):
     rows_digest: NotRequired[str]  # of the file of pairs
 
 
-DRAWS = 5_000  # random signs in total
-BATCH = 500  # random signs at a time
 FOLDS = 5  # of AlpacaEval's cross-validation
 MIN_SCORES = 2 * FOLDS  # for a length-controlled win rate
 TINY_WEIGHT = 1e-12
@@ -121,32 +119,6 @@ def fleiss(ratings: Sequence[Sequence[str]]) -> float | None:
     agreeing = (counts * (counts - 1)).sum(axis=1) / (raters * (raters - 1))
     expected = float(((counts.sum(axis=0) / counts.sum()) ** 2).sum())
     return None if expected > 1 - 1e-12 else float((agreeing.mean() - expected) / (1 - expected))
-
-
-def compare_scores(
-    first: Sequence[float], second: Sequence[float], questions: Sequence[str], seed: int = 0
-) -> tuple[float, Interval, float]:
-    """Return the mean of second - first, its 95 % interval, and a two-sided p-value.
-
-    Under the null hypothesis the sign of each question's difference is random.
-
-    Args:
-        first: Scores [n] of a model.
-        second: Scores [n] of another model on the same pairs.
-        questions: The question of each pair [n].
-        seed: Seed of the random signs.
-    """
-    differences = np.asarray(second, float) - np.asarray(first, float)
-    mean, interval = bounded_mean(differences.tolist(), questions, -1.0, 1.0)
-    _, cluster_index = np.unique(np.asarray(questions), return_inverse=True)
-    sums = np.bincount(cluster_index, weights=differences)
-    sums = sums[sums != 0]
-    rng = np.random.default_rng(seed)
-    as_far = 0
-    for _ in range(0, DRAWS, BATCH):
-        signs = rng.choice([-1.0, 1.0], (BATCH, len(sums)))
-        as_far += int((np.abs(signs @ sums) >= abs(sums.sum()) - 1e-9).sum())
-    return mean, interval, (as_far + 1) / (DRAWS + 1)
 
 
 def length_controlled(
@@ -306,12 +278,15 @@ def describe_judgement(numbers: JudgementNumbers) -> Iterator[str]:
 def undecided(numbers: JudgementNumbers) -> str:
     """Return why the verdicts cannot decide which answers are better, or "".
 
-    They cannot if at most half of them are readable, or if more than half of the readable ones depend on the
-    order of the answers.
+    They cannot if at least half of the pairs were left out, if at most half of the verdicts are readable, or
+    if more than half of the readable ones depend on the order of the answers.
     """
     read = numbers["read"]
     pairs = numbers["pairs"]
     counts = numbers["counts"]
+    left_out = counts["left_out"]
+    if left_out >= max(1, pairs):
+        return f"{left_out} of {pairs + left_out} pairs have an answer that was cut off"
     asked = pairs - counts["identical"]
     readable = read - counts["identical"]
     if asked and 2 * readable <= asked:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from emo.common.cli.commands import announce
 from emo.common.cli.progress import show_activity
+from emo.common.context_length import context_length
 from emo.common.errors import UserError, one_line
 from emo.common.io.hub import hub_directory
 from emo.common.io.untrusted import read_json
@@ -28,7 +29,6 @@ from emo.common.io.weights import (
     GENERATION,
     Loaded,
     base_of_adapter,
-    context_length,
     files_with_base,
     has_only_adapter,
     load_causal_lm,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.common.text import counted, on_one_line
+from emo.common.text import align, counted, on_one_line
 
 from ..icl.tasks import PAPER_ORDER
 from ..results import stats
@@ -22,6 +21,7 @@ DIGESTS = {
     "test_rows": "test rows (other data, or another --limit)",
     "pool_rows": "rows that demonstrations come from",
     "prompt": "prompts",
+    "metrics": "filters or metrics",
     "encoder": "weights of the sentence model",
 }
 
@@ -87,7 +87,7 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
     refused: dict[str, str] = {}
     lost: dict[str, str] = {}
     uneven: dict[str, str] = {}
-    estimates = {}
+    tests: dict[str, MeasureTest] = {}
     for task in tasks:
         first, second = (m.all_results.get(task) for m in (a, b))
         if first is None or second is None:
@@ -96,8 +96,8 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
             require_same_rows(a, b, task, first, second)
             if "measure" not in first:
                 counts[task] = _count_pairs(a, b, task)
-            elif first["measure"]["scale"] and first["measure"]["higher_is_better"] is not None:
-                estimates[task] = _difference_of_measures(a, b, task)
+            elif (test := _compare_measures(a, b, task)) is not None:
+                tests[task] = test
         except UserError as error:
             refused[task] = str(error)
             continue
@@ -106,7 +106,7 @@ def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPH
             lost[task] = describe_lost(first["title"], {a.name: of_both[0], b.name: of_both[1]})
         if of_both[0] != of_both[1]:
             uneven[task] = lost[task]
-    described, measures = _describe_tasks(counts, estimates, alpha)
+    described, measures = _describe_tasks(counts, tests, alpha)
     mean = None
     if counts:
         overall = stats.mean_difference(list(counts.values()))
@@ -130,34 +130,52 @@ def _count_pairs(a: Model, b: Model, task: str) -> np.ndarray:
     return stats.count_pairs(first.correct, b.records(task).correct, groups)
 
 
-def _difference_of_measures(a: Model, b: Model, task: str) -> tuple[stats.Estimate, bool]:
-    """Return b minus a, and whether a positive difference is better for b.
+class MeasureTest(NamedTuple):
+    """A measure of model b minus that of model a."""
 
-    Perplexities are compared by the difference of their logarithms, in nats per word, byte or row.
+    difference: float
+    interval: stats.Interval
+    p: float
+    higher: bool  # whether a positive difference is better for b
+
+
+def _compare_measures(a: Model, b: Model, task: str) -> MeasureTest | None:
+    """Return the difference of a measure, or None if rows do not add up to it or are all in one cluster.
+
+    Perplexities are compared by the difference of their logarithms, in nats per word, byte or row. Values
+    from 0 to 1 are compared by random signs of clusters, because all clusters may have the same difference.
     """
     about = a.measured[task]["measure"]
+    if not about["scale"] or about["higher_is_better"] is None:
+        return None
+    values: list[list[float]] = []
     estimates = []
     for model in (a, b):
         records = model.read_records(task)
-        values, weights = ([r[name] for r in records] for name in ("value", "weight"))
+        values.append([r["value"] for r in records])
+        weights = [r["weight"] for r in records]
         clusters = [r["cluster"] if "cluster" in r else r["row"] for r in records]
-        estimates.append(stats.estimate_measure(values, weights, about["scale"], clusters))
-    return estimates[1] - estimates[0], bool(about["higher_is_better"])
+        estimates.append(stats.estimate_measure(values[-1], weights, about["scale"], clusters))
+    difference = estimates[1] - estimates[0]
+    if (interval := difference.interval()) is None:
+        return None
+    higher = bool(about["higher_is_better"])
+    if about.get("bounded"):
+        return MeasureTest(*stats.compare_scores(values[0], values[1], list(map(str, clusters))), higher)
+    return MeasureTest(difference.value, interval, difference.p_value(), higher)
 
 
 def _describe_tasks(
-    counts: dict[str, np.ndarray], estimates: dict[str, tuple[stats.Estimate, bool]], alpha: float
+    counts: dict[str, np.ndarray], tests: dict[str, MeasureTest], alpha: float
 ) -> tuple[dict[str, TaskDifference], dict[str, MeasureDifference]]:
     """Return the comparisons by task, of accuracies and of measures, with Holm's correction over both."""
     paired = {task: stats.compare_paired(count) for task, count in counts.items()}
     p_values = [p.p_mcnemar for p in paired.values()]
-    adjusted = stats.holm(p_values + [estimate.p_value() for estimate, _ in estimates.values()])
+    adjusted = stats.holm(p_values + [test.p for test in tests.values()])
     measures = {}
-    for (task, (estimate, higher)), p_holm in zip(estimates.items(), adjusted[len(paired) :], strict=True):
-        value = estimate.value
-        interval = estimate.interval() or stats.Interval(-math.inf, math.inf)
-        direction = _direction(value, interval, p_holm, alpha) * (1 if higher else -1)
-        measures[task] = MeasureDifference(value, interval, estimate.p_value(), p_holm, direction)
+    for (task, test), p_holm in zip(tests.items(), adjusted[len(paired) :], strict=True):
+        direction = _direction(test.difference, test.interval, p_holm, alpha) * (1 if test.higher else -1)
+        measures[task] = MeasureDifference(test.difference, test.interval, test.p, p_holm, direction)
     described = {}
     for (task, p), p_holm in zip(paired.items(), adjusted[: len(paired)], strict=True):
         direction = _direction(p.difference, p.interval, p_holm, alpha)
@@ -235,7 +253,7 @@ def require_comparison(a: Model, b: Model, only: Sequence[str] = (), alpha: floa
         )
     if not (comparison.tasks or comparison.measures):
         raise UserError(
-            f"{a.name} and {b.name} have no metric that is a mean over rows: {', '.join(tasks)}",
+            f"{a.name} and {b.name} have no metric that is a mean over several rows: {', '.join(tasks)}",
             code="not-comparable",
         )
     return comparison
@@ -331,7 +349,7 @@ def find_regression(
     if comparison.warning:
         summary = f"{comparison.warning}. {summary}"
     if untested:
-        summary += f"; not tested, because the metric is not a mean over rows: {', '.join(untested)}"
+        summary += f"; not tested, because the metric is not a mean over several rows: {', '.join(untested)}"
     if missing:
         summary += f"; not compared, because a result is missing: {', '.join(missing)}"
     missing += [f"a test of {task}" for task in untested if task in only]
@@ -360,9 +378,10 @@ def _format_measures(a: Model, b: Model, comparison: Comparison) -> str:
         cells = [str(result["n"]), *values, f"{c.difference:+.4g}", interval, *tests]
         lines.append([on_one_line(result["title"]), result["score"], *cells])
     note = (
-        "Student's test for paired rows, Holm over all tasks. Perplexities are compared by their logarithms."
+        "Student's test for paired rows (passkeys: random signs), Holm over all tasks. Perplexities are "
+        "compared by their logarithms."
     )
-    return "\n".join([*_align(lines), note])
+    return "\n".join([*align(lines, right=True), note])
 
 
 def _format_accuracies(a: Model, b: Model, comparison: Comparison, mean: MeanOfDifferences) -> str:
@@ -377,21 +396,11 @@ def _format_accuracies(a: Model, b: Model, comparison: Comparison, mean: MeanOfD
         lines.append([on_one_line(result["title"]), str(result["n"]), *_figures(accuracies[-1], c), *counts])
     means = [sum(column) / len(accuracies) for column in zip(*accuracies, strict=True)]
     lines.append(["mean", "", *_figures(means, mean), "", "", _starred(mean.p, mean.direction), ""])
-    text = _align(lines)
+    text = align(lines, right=True)
     rule = "-" * max(map(len, text))
     note = f"* differs: p < {ALPHA} and an interval without zero "
     note += "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
     return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], note])
-
-
-def _align(lines: list[list[str]]) -> list[str]:
-    """Return rows of cells as lines, with the first column aligned left and the others right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []
-    for first, *others in lines:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        text.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return text
 
 
 def _figures(accuracies: Sequence[float], entry: TaskDifference | MeanOfDifferences) -> list[str]:

@@ -237,19 +237,30 @@ def _read_runs(
         model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
         with contextlib.suppress(OSError, ValueError):
             recipes.append(read_written(run / CONFIG))
-            overlaps[model.name] = _read_contamination(recipes[-1], faults)
+            trained_on = model.facts.get("data_fingerprint")
+            overlaps[model.name] = _read_contamination(recipes[-1], trained_on, faults)
     return recipes, overlaps, faults
 
 
-def _read_contamination(recipe: dict[str, Any], faults: list[str]) -> dict[str, Container[str]]:
+def _read_contamination(
+    recipe: dict[str, Any], trained_on: str | None, faults: list[str]
+) -> dict[str, Container[str]]:
     """Return by task the digests of test rows that share long passages with the training text, if known.
 
-    faults: receives a line if a report cannot be read.
+    Args:
+        recipe: The recipe of the run.
+        trained_on: Fingerprint of the data that the model was trained on, if its export names it.
+        faults: Receives a line if a report cannot be read, or is about other data.
     """
     try:
-        overlap = local_directory(recipe["data"]["dir"]) / "train" / "contamination.json"
+        directory = local_directory(recipe["data"]["dir"]) / "train"
+        overlap = directory / "contamination.json"
         tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
+        prepared = trained_on and read_json(directory / "manifest.json", STORED_BYTES)["fingerprint"]
     except (OSError, LookupError, TypeError, ValueError, AttributeError):
+        return {}
+    if trained_on != prepared:
+        faults.append(f"{directory} was prepared again after training, so {overlap.name} is not shown.")
         return {}
     try:
         return {task: dict(facts[SHARED]) for task, facts in tasks}

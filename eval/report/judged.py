@@ -10,8 +10,9 @@ from emo.common.errors import UserError
 from emo.common.report.document import Cell, Fold, Items, Quote, ReportSection, Row, Table, drawn, estimated
 from emo.common.report.numbers import Effect, formatted, p_value, percent
 
-from ..judging.results import Judgement, JudgementNumbers, compare_scores, remarks, undecided
+from ..judging.results import Judgement, JudgementNumbers, remarks, undecided
 from ..results.directory import Record
+from ..results.stats import compare_scores
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order and counts as a tie", "unreadable": "unreadable"}

@@ -64,6 +64,7 @@ class MeasureNumbers(TypedDict):
     scale: str  # of `stats.estimate_measure`, or "" if rows do not add up to the value
     higher_is_better: bool | None
     interval: dict[str, float] | None
+    bounded: NotRequired[bool]  # whether the values of rows are from 0 to 1
 
 
 class TaskResult(TypedDict):
@@ -198,16 +199,21 @@ def only_answer(result: TaskResult) -> str | None:
 
 
 def claim_name(description: Description, out: Path, say: Say) -> None:
-    """Write a model's description under its name, which stands for one model in one dtype.
+    """Write a model's description under its name, which stands for one model and tokenizer in one dtype.
 
-    Views of other weights or another dtype under the same name are removed.
+    Views of other weights, another tokenizer or another dtype under the same name are removed.
     """
     directory = out / MODELS / description["name"]
     before = _read_description(directory)
-    if before and any(before[key] != description[key] for key in ("weights", "dtype")):
-        change = "other weights"
-        if before["weights"] == description["weights"]:
-            change = f"{description['dtype']} instead of {before['dtype']}"
+    change = ""
+    if before is not None:
+        changes = {
+            "other weights": before["weights"] != description["weights"],
+            "another tokenizer": before["tokenizer"] != description["tokenizer"],
+            f"{description['dtype']} instead of {before['dtype']}": before["dtype"] != description["dtype"],
+        }
+        change = next((name for name, changed in changes.items() if changed), "")
+    if change:
         say(f"{description['name']}: {change} than in the last run. Its earlier results are hidden.")
         for path in directory.glob("*.json"):
             view = store.read_json_or_none(path)
@@ -279,7 +285,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 def _read_description(directory: Path) -> Description | None:
     """Return the description of the model in a directory, if it is valid and has the directory's name."""
     value: Any = store.read_json_or_none(directory / MODEL)
-    valid = isinstance(value, dict) and value.keys() >= {"name", "path", "weights", "dtype", "facts"}
+    valid = isinstance(value, dict) and value.keys() >= Description.__required_keys__
     return value if valid and value["name"] == directory.name else None
 
 

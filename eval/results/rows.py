@@ -1,4 +1,4 @@
-"""Rows of input files (JSON lines, a JSON array or plain text, each maybe .zst), and samples of rows."""
+"""Rows of input files (JSON lines, a JSON array or plain text, also compressed), and samples of rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from emo.common.errors import UserError, one_line
-from emo.data_prep.sources.files import read_text
+from emo.data_prep.sources.files import format_ending, read_text
 
 T = TypeVar("T")
+TABLES = (".csv", ".tsv", ".parquet")
 SURROGATE = re.compile("[\ud800-\udfff]")
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -65,9 +66,15 @@ def read_json_rows(path: Path) -> list[FileRow]:
 
 
 def read_texts(path: Path, field: str = "text") -> list[str]:
-    """Return the stripped texts of a file: `field` of its JSON rows (.jsonl, .json), or its lines."""
-    if path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
+    """Return the stripped texts of a file: `field` of its JSON rows, or its lines.
+
+    The ending of the file decides, as in data preparation. Raises UserError for tables.
+    """
+    ending = format_ending(path)
+    if ending in (".jsonl", ".json"):
         return [row.text(field).strip() for row in read_json_rows(path)]
+    if ending in TABLES:
+        raise UserError(f"{path} is a table. Convert it to .jsonl or .txt", code="unknown-ending")
     return [line.strip() for line in read_text(path).split("\n")]
 
 

@@ -22,7 +22,9 @@ from scipy import stats
 
 LEVEL = 0.95
 PRIOR_ROWS = 2.0
-DRAWS = 20_000  # random signs in the test of a weighted mean
+DRAWS = 20_000  # random signs in a test
+TINY = 1e-12  # a difference that is due to rounding
+BATCH = 500  # random signs at a time
 _Z = float(stats.norm.ppf((1 + LEVEL) / 2))
 
 
@@ -117,9 +119,14 @@ class Estimate:
         return Interval(self.value - half, self.value + half)
 
     def p_value(self) -> float:
-        """Return the two-sided p-value of Student's test that the estimate is zero, 1 without a spread."""
-        error, freedom = self._spread() or (0.0, 1.0)
-        return 2 * float(stats.t.sf(abs(self.value) / error, freedom)) if error else 1.0
+        """Return the two-sided p-value of Student's test that the estimate is zero, 1 for one cluster.
+
+        If all clusters are equal, it is the limit for a small spread.
+        """
+        if (spread := self._spread()) is None or abs(self.value) < TINY:
+            return 1.0
+        error, freedom = spread
+        return 2 * float(stats.t.sf(abs(self.value) / error, freedom)) if error else 0.0
 
     def _spread(self) -> tuple[float, float] | None:
         """Return standard error and degrees of freedom."""
@@ -153,6 +160,32 @@ def estimate_measure(
     """
     factor = {"mean": 1.0, "perplexity": -1.0, "bits": -1 / math.log(2)}[scale]
     return ratio([factor * value for value in values], weights, clusters or range(len(values)))
+
+
+def compare_scores(
+    first: Sequence[float], second: Sequence[float], clusters: Sequence[str], seed: int = 0
+) -> tuple[float, Interval, float]:
+    """Return the mean of second - first, its 95 % interval, and a two-sided p-value.
+
+    Under the null hypothesis the sign of each cluster's difference is random.
+
+    Args:
+        first: Scores [n] of a model, from 0 to 1.
+        second: Scores [n] of another model on the same rows.
+        clusters: The cluster of each row [n]. Scores of a cluster may depend on each other.
+        seed: Seed of the random signs.
+    """
+    differences = np.asarray(second, float) - np.asarray(first, float)
+    mean, interval = bounded_mean(differences.tolist(), clusters, -1.0, 1.0)
+    _, cluster_index = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(cluster_index, weights=differences)
+    sums = sums[sums != 0]
+    rng = np.random.default_rng(seed)
+    as_far = 0
+    for _ in range(0, DRAWS, BATCH):
+        signs = rng.choice([-1.0, 1.0], (BATCH, len(sums)))
+        as_far += int((np.abs(signs @ sums) >= abs(sums.sum()) - 1e-9).sum())
+    return mean, interval, (as_far + 1) / (DRAWS + 1)
 
 
 def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:

@@ -30,7 +30,7 @@ TRAINING = {
     "tokens": Key("tokens", "Supervised tokens so far."),
     "lr": Key("", "Learning rate of the step. With Muon, the rate of AdamW."),
     "loss": Key("per token", "Mean of the training objective over supervised tokens."),
-    "nll": Key(TOKEN, "Mean negative log-likelihood. All objectives can be compared by it."),
+    "nll": Key(TOKEN, "Mean negative log-likelihood of the data. All objectives can be compared by it."),
     "perplexity": Key("", "exp(`nll`)."),
     "demd": Key(
         "cost",

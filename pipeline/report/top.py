@@ -11,7 +11,7 @@ from pathlib import Path
 from emo.common.errors import UserError
 from emo.common.io.untrusted import number
 from emo.common.report.numbers import DASH, formatted
-from emo.common.text import counted, duration, printable
+from emo.common.text import align, counted, duration, printable
 from emo.data_prep.shards.progress import describe_progress, is_data_directory
 
 from ..control.heartbeat import find_late_rank, read_ranks
@@ -58,9 +58,7 @@ def format_ranks(run_dir: Path, now: float) -> tuple[str, bool]:
     lines = [f"{run_dir}: {doing}, step {step}, {_age(beat, now)} ago; {ranks}"]
     lines += [reason] if (reason := find_late_rank(run_dir)) else []
     rows = [HEAD, *(_row(rank, state, now) for rank, state in states.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join(map(printable, lines)), not alive
+    return "\n".join(map(printable, [*lines, *align(rows)])), not alive
 
 
 def _row(rank: int, state: Mapping[str, object], now: float) -> tuple[str, ...]:

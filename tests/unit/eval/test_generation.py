@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import itertools
 import json
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zstandard
 from rouge_score.rouge_scorer import RougeScorer
 from scipy import stats
 from scipy.spatial import distance
 from transformers import AutoModelForCausalLM
 
-from emo.common.io.weights import context_length
+from emo.common.context_length import context_length
 from emo.data_prep.config import context_of
 from emo.data_prep.encoding.tokenizer import load_tokenizer, text_ids
 from emo.eval.generation import commands, likelihood, prefixes, quality
@@ -30,6 +32,8 @@ from emo.eval.generation.decoding import (
     Beams,
     Decoding,
     Request,
+    begins_in_thinking,
+    hides_thinking,
     prompt_ids,
     split_ids,
     split_reasoning,
@@ -375,6 +379,23 @@ def test_the_channels_of_a_reply_become_reasoning_and_answer() -> None:
         assert split_reasoning(text) == parts
 
 
+class Thinking(Channels):
+    """A tokenizer of letters with Magistral's tokens around reasoning, which are special."""
+
+    special = ("[THINK]", "[/THINK]", "</s>", "<s>")
+
+
+def test_reasoning_between_special_tokens_is_kept_apart() -> None:
+    tokenizer, prompt = Thinking(), [97]
+    tokens = tokenizer.encode("[THINK]Hm.[/THINK]Yes.")
+    shown = [text_after(tokenizer, prompt, tokens[:n]) for n in range(len(tokens) + 1)]
+    assert shown[-1] == "<think>Hm.</think>Yes." and split_reasoning(shown[-1]) == ("Hm.", "Yes.")
+    assert all(after.startswith(before) for before, after in itertools.pairwise(shown))
+    assert hides_thinking(tokenizer) and not hides_thinking(Channels())
+    for text, opened in {"a[THINK]": True, "a[THINK]b[/THINK]": False, "a": False}.items():
+        assert begins_in_thinking(tokenizer, tokenizer.encode(text)) == opened
+
+
 def test_models_are_compared_on_the_same_prefixes(corpus: Path, sampled: Path) -> None:
     """Each difference is that of the means. There is none after different prefixes."""
     others = [generate(corpus, "oracle", name="other")]
@@ -456,6 +477,16 @@ def test_prefixes_of_any_script_have_as_many_words_as_asked(
         assert cut.short == 1
     else:
         assert (cut.texts[0], cut.references[0]) == (prefix, text[len(prefix) :])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.NDJSON", "a.json.zst"])
+def test_the_ending_decides_how_texts_are_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(b'{"text": "two\\nlines"}\n'))
+    assert read_texts(path) == ["two\nlines"]
+    with refused("unknown-ending"):
+        read_texts(tmp_path / "a.csv")
 
 
 def test_rouge_of_english_text_equals_rouge_score() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,21 @@ def test_watch(place: Path, tmp_path: Path) -> None:
     code, printed, error = command(*watch)
     assert code == ExitCode.DONE and "1 evaluated" in printed, error
     assert "0 evaluated" in command(*watch)[1]
+
+
+@pytest.mark.parametrize(("change", "differ"), [("([b-z])", True), ("([a-z])", False)])
+def test_results_of_other_filters_are_not_compared(
+    change: str, differ: bool, place: Path, tmp_path: Path
+) -> None:
+    files = shutil.copytree(place / "tasks", tmp_path / "tasks")
+    for name, pattern in (("a", "([a-z])"), ("b", change)):
+        task = yaml.safe_load((files / "answer.yaml").read_text())
+        task["filter_list"][0]["filter"][0]["regex_pattern"] = pattern
+        (files / "answer.yaml").write_text(yaml.safe_dump(task))
+        done = command(*evaluation(place / name, f"lm-eval:{files / 'answer.yaml'}", tmp_path / "out"))
+        assert done[0] == ExitCode.DONE, done
+    compare = ("compare", "a", "b", "--results", tmp_path / "out")
+    assert is_mistake(*compare) if differ else command(*compare)[0] == ExitCode.DONE
 
 
 def test_mistakes(place: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from sklearn.metrics import confusion_matrix, f1_score
 
 from emo.eval.generation import quality
 from emo.eval.generation.likelihood import Likelihood
-from emo.eval.judging.results import compare_scores
 from emo.eval.report.compare import ALPHA, _direction, checkpoint_levels
 from emo.eval.results import stats
 
@@ -132,8 +131,19 @@ def test_the_interval_of_a_clean_sweep_has_width() -> None:
     for score in (0.0, 0.5, 1.0):
         value, interval = stats.bounded_mean([score] * 20, labels)
         assert value == score and interval.high - interval.low > 0.05 and interval.low < 0.9
-        difference, interval, p = compare_scores([score] * 20, [score] * 20, labels)
+        difference, interval, p = stats.compare_scores([score] * 20, [score] * 20, labels)
         assert interval.low < -0.05 and interval.high > 0.05 and (difference, p) == (0, 1)
+
+
+def test_equal_differences_of_all_clusters_are_significant() -> None:
+    """A model that finds no passkey at the longest length loses as much in every cluster."""
+    clusters = [str(i) for i in range(10) for _ in range(4)]
+    found, lost = [1.0] * 40, [1.0, 1.0, 1.0, 0.0] * 10
+    difference, interval, p = stats.compare_scores(found, lost, clusters)
+    assert difference == -0.25 and p < 0.01 and interval.high < 0
+    estimates = [stats.ratio(values, None, list(map(int, clusters))) for values in (found, lost)]
+    assert (estimates[1] - estimates[0]).p_value() < 1e-9
+    assert (estimates[1] - estimates[1]).p_value() == 1
 
 
 def test_measures_of_texts_and_perplexities() -> None:

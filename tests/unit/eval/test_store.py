@@ -36,6 +36,7 @@ from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import Task, TaskSpec, load_task, select_tasks
 from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
+from emo.eval.results.directory import read_models
 from emo.eval.results.store import Entry
 from tests.helpers.evaluating import command, is_mistake, log_chunks, tiny_model, tiny_tokenizer
 from tests.helpers.refusals import refused
@@ -291,6 +292,16 @@ def test_a_name_stands_for_one_dtype_and_dtypes_are_not_compared(world: Path, tm
     assert len(list(tmp_path.glob("store/*/result.json"))) == 2  # a's `auto` is float32
     assert command("compare", "a", "b", "--results", tmp_path)[0] == 0
     assert is_mistake("compare", "a", "c", "--results", tmp_path, "--fail_on_regression")
+
+
+def test_a_name_stands_for_one_tokenizer(copy: Path, world: Path, tmp_path: Path) -> None:
+    settings, said = Settings(data=str(world / "data")), list[str]()
+    run_all(EvaluatedModel(str(copy), "a"), select_tasks("sst2,trec"), settings, tmp_path, said.append)
+    path = copy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": True, "add_eos_token": True}))
+    run_all(EvaluatedModel(str(copy), "a"), select_tasks("sst2"), settings, tmp_path, said.append)
+    assert any("another tokenizer" in line for line in said)
+    assert read_models([tmp_path])[0].results.keys() == {"sst2"}
 
 
 def test_a_known_result_imports_no_library_that_computes(world: Path, tmp_path: Path) -> None:

@@ -19,9 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 
 from emo.common.errors import ExitCode
+from emo.common.io.lease import hold_if_free
+from emo.common.io.weights import load_causal_lm
 from emo.eval import watch as watch_module
 from emo.eval.export.commands import Export
 from emo.eval.icl.job import Job
@@ -35,8 +38,8 @@ from emo.pipeline.control.run_dir import (
     HF,
     TASK_SCORES,
     checkpoint_digest,
+    checkpoint_files,
     hash_files,
-    list_files,
     partial_directory,
     step_directory,
 )
@@ -78,7 +81,7 @@ class Run:
         return partial
 
     def complete(self, partial: Path) -> None:
-        checkpoint.write_complete(partial, hash_files(partial, list_files(partial)))
+        checkpoint.write_complete(partial, hash_files(partial, checkpoint_files(partial)))
 
     def publish(self, *steps: int) -> list[Path]:
         for step in steps:
@@ -247,6 +250,37 @@ def test_a_trainer_checkpoint_is_evaluated_when_it_stops_changing(run: Run) -> N
     assert passed(3600).names_in(FAILED) == passed(3600).names_in(FAILED) == [name]
     weights.write_bytes(content)
     assert passed().evaluated == list(run.done) == [name]
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_an_adapter_without_its_base_is_evaluated(foreign: bool, run: Run) -> None:
+    """A LoRA run exports one, and so do checkpoints of PEFT with the Hugging Face Trainer."""
+    base = run.models / "5"
+    model = load_causal_lm(base).model
+    settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    path = run.path / ("checkpoint-5" if foreign else "export")
+    peft.get_peft_model(model, settings).save_pretrained(path)
+    facts = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(facts | {"base_model_name_or_path": str(base)}))
+    if foreign:
+        (path / "trainer_state.json").write_text("{}")
+    for file in path.iterdir():
+        os.utime(file, (time.time() - 60,) * 2)
+    watch = run.watcher()
+    assert watch.run_once() == 1, watch.states
+
+
+def test_links_to_a_checkpoint_that_is_gone_are_removed(run: Run) -> None:
+    """A watcher that was killed leaves links, which would keep the files of a deleted checkpoint."""
+    run.publish(1)
+    pins = run.path / "eval" / "watch" / "pins"
+    for name in ("run-step-000000", "run-step-000001"):
+        (pins / name).mkdir(parents=True)
+    with hold_if_free(store.lease(pins.parent / "leases", "run-step-000000")):
+        run.watcher().run_once()
+        assert [pin.name for pin in pins.iterdir()] == ["run-step-000000"]  # in use
+    run.watcher().run_once()
+    assert not [*pins.iterdir()]
 
 
 def test_changed_tasks_settings_or_rows_are_evaluated_again(run: Run, tmp_path: Path) -> None:
