@@ -53,8 +53,10 @@ class UserError(Exception):
 
     Secrets and terminal control characters are removed from the message, and very long messages are
     shortened. `code` names the kind of error and is explained in `errors.yaml`. `more` holds further errors
-    of the same input, or further lines of this one.
+    of the same input, or further lines of this one. `local` tells whether only some ranks may raise it.
     """
+
+    local: bool | None = None  # None if it is not known
 
     def __init__(self, message: str, *, code: str, more: Iterable[UserError | str] = ()) -> None:
         super().__init__(message)
@@ -139,13 +141,13 @@ def explain_code(code: str) -> str | None:
     return None if entry is None else f"{entry['cause']}\n\n{entry['fix']}"
 
 
-def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:
+def exit_code_of(work: Callable[[], int], alone: bool | Callable[[UserError], bool] = True) -> int:
     """Run a command and return its exit code. An error is printed as one line.
 
     Args:
         work: The command. It returns its exit code.
         alone: Whether this process prints its UserErrors. Set it to False if another process on this host
-            prints the errors that all processes raise. A function is called after the error.
+            prints the errors that all processes raise. A function decides for each error.
     """
     try:
         _open_streams()
@@ -157,7 +159,7 @@ def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = Tru
         sys.stdout.flush()
         return code
     except UserError as error:
-        if alone() if callable(alone) else alone:
+        if alone(error) if callable(alone) else alone:
             print(error.report, file=sys.stderr, flush=True)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:

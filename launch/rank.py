@@ -8,6 +8,7 @@ from __future__ import annotations
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
+from emo.pipeline.control.events import log_event
 from emo.pipeline.control.stop import CALLED, HARDWARE, REPORTS, RESUME, SignalWatch
 
 if __name__ == "__main__":
@@ -62,7 +63,9 @@ def _set_environment() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     # Rows and chunks differ in size, so that freed blocks rarely fit again.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        # Without a threshold, pinned buffers of checkpoints are rounded up to a power of two.
+        settings = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", settings)
     # Hosts may share a home directory, but Triton's cache needs a local disk that no other user can write to.
     if "TRITON_CACHE_DIR" not in os.environ:
         cache = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}"
@@ -93,8 +96,7 @@ def _train(watch: SignalWatch, argv: list[str] | None) -> int:
         world = start_world()
         watch.enter_group()
         if reason := ranks.first_reason(watch.reason):
-            event = {"event_fields": {"event": "stopped", "reason": reason}}
-            log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra=event)
+            log_event(f"stopped before the run was opened ({reason}); {RESUME}", "stopped", reason=reason)
         else:
             finished = Trainer(config, world, watch, console).run(STARTING.close)
         log.info("this launch took %s", duration(time.perf_counter() - started))
@@ -204,8 +206,11 @@ def _report_errors(run: Callable[[], int], watch: SignalWatch) -> int:
             watch.report_exit(code)
             leave(code)  # the other ranks may be waiting for this one in a collective
 
-    # Before the ranks meet, each host reports its own errors.
-    return exit_code_of(work, alone=lambda: _is_main() or (is_first_of_host() and not watch.is_in_group))
+    def reports(error: UserError) -> bool:
+        """Return whether this rank prints an error. Before the ranks meet, each host prints its own."""
+        return _is_main() or (is_first_of_host() and (error.local or not watch.is_in_group))
+
+    return exit_code_of(work, alone=reports)
 
 
 def _is_main() -> bool:

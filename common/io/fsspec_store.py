@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from ..errors import PERMANENT, FailureError, UserError, one_line
 from .store import NEEDS, Store
@@ -22,6 +23,7 @@ PATIENCE = 180.0  # seconds
 LONGEST_PAUSE = 5.0  # seconds between two attempts
 PERMANENT_ERRORS = (UserError, ImportError, ValueError, *get_args(PERMANENT))
 # s3fs raises these numbers for requests that the server rejects, for example because of the region.
+NEW = ".new"  # suffix of a local file that is being written
 REJECTED = {errno.EINVAL, getattr(errno, "EREMCHG", errno.EINVAL)}
 
 P = ParamSpec("P")
@@ -57,9 +59,13 @@ class FsspecStore(Store):
         return None
 
     def write(self, name: str, pieces: Iterable[bytes]) -> None:
-        with self._system.open(self._new_path(name), "wb") as sink:
+        path = self._new_path(name)
+        local = isinstance(self._system, LocalFileSystem)  # others replace a file when it is closed
+        with self._system.open(f"{path}{NEW}" if local else path, "wb") as sink:
             for piece in pieces:
                 sink.write(piece)
+        if local:
+            Path(f"{path}{NEW}").replace(path)
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file that does not exist. Of several writers one succeeds; others get FileExistsError."""

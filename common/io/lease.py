@@ -101,6 +101,11 @@ class Lease:
         self._thread.start()
         return True
 
+    def is_free(self) -> bool:
+        """Return whether no live process holds the lease, without taking it."""
+        newest = self._newest(self._files.names())
+        return newest is None or not _is_alive(self._files, newest, self.seconds)
+
     def is_held(self) -> bool:
         """Return whether this process still holds the lease."""
         return self.path is not None and self._newest(self._files.names()) in (self.path.name, None)
@@ -131,7 +136,8 @@ class Lease:
             with contextlib.suppress(OSError, UserError):
                 self._files.renew(name)
             if renewed is not None:
-                renewed()
+                with contextlib.suppress(OSError, UserError):
+                    renewed()
 
 
 @contextlib.contextmanager

@@ -15,24 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import UserError, iterate_causes, one_line
+from ..context_length import DYNAMIC
+from ..errors import UserError, one_line
 from .untrusted import is_plain_name, read_json
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is used; each may be sharded
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
-# Classes of errors that libraries raise if the Hub cannot be reached.
-OFFLINE = ("ConnectError", "ConnectionError", "ConnectTimeout", "OfflineModeIsEnabled")
 ADAPTER_FILE = "adapter_model.safetensors"  # the adapter file that transformers reads next to a model
-# Names of the longest sequence in most configurations, those of GPT-2, of MPT and DBRX, and others.
-CONTEXT_KEYS = ["max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"]
-CONTEXT_KEYS += ["model_max_length"]
-DYNAMIC = "dynamic"  # RoPE whose theta depends on the longest position
-SCALED = (DYNAMIC, "linear", "yarn", "llama3")  # types of RoPE that a recipe can replace
-LARGEST_FACTOR = 1e6  # of RoPE
-MAXIMUM = "max_position_embeddings"
-ORIGINAL = "original_max_position_embeddings"
 NESTED = "adapter"  # folder of the adapter in an export that also has the merged model
 # Attention masks in old checkpoints, which models now compute.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
@@ -84,18 +75,6 @@ def load_model_config(source: str | Path, revision: str | None = None) -> Any:
         raise ValueError(f"config.json: {type(error).__name__}: {one_line(error, 160)}") from None
 
 
-def explain_hub_error(name: str, error: BaseException) -> str:
-    """Return why a model or tokenizer of the Hub cannot be read, and what to do about it."""
-    access = f"accept its licence at https://huggingface.co/{name} and set HF_TOKEN to your token"
-    kinds = [type(cause).__name__ for cause in iterate_causes(error)]
-    if any("gated" in text.lower() for text in (str(error), *kinds)):
-        return f"{name} is gated: {access}"
-    if any(kind in OFFLINE for kind in kinds):
-        return f"{name} is not a directory, and the Hub cannot be reached. Name a directory, or connect once"
-    problem = f"{name} is neither a directory nor an accessible model of the Hub ({type(error).__name__})"
-    return f"{problem}. If it is gated, {access}"
-
-
 def has_only_adapter(directory: Path) -> bool:
     """Return whether a directory has an adapter without its base model."""
     return (directory / ADAPTER).is_file() and not (directory / CONFIG).is_file()
@@ -123,7 +102,7 @@ def reject_adapter(directory: Path) -> None:
 
 def downloaded_directory(name: str, revision: str | None) -> Path:
     """Return the directory of a Hub model that is on this machine. Raises UserError if it is not."""
-    file = _find_file(name, revision, CONFIG)
+    file = find_model_file(name, revision, CONFIG)
     if file is None:
         problem = f"the base model {name} of the adapter is neither a directory nor downloaded"
         raise UserError(f"{problem}. Download it first", code="adapter")
@@ -179,11 +158,11 @@ def opened_files(directory: Path) -> list[Path]:
 def _weights(source: str | Path, revision: str | None) -> list[Path]:
     """Return the weight files of a model, with their index first if there is one."""
     for name in FILES:
-        if (file := _find_file(source, revision, name)) is not None:
+        if (file := find_model_file(source, revision, name)) is not None:
             return [file]
-        if (index := _find_file(source, revision, f"{name}.index.json")) is not None:
+        if (index := find_model_file(source, revision, f"{name}.index.json")) is not None:
             shards = sorted(set(shard_names(index).values()))
-            files = [_find_file(source, revision, shard) for shard in shards]
+            files = [find_model_file(source, revision, shard) for shard in shards]
             if None in files:
                 missing = index.parent / shards[files.index(None)]
                 raise UserError(f"{missing} is missing; the checkpoint is incomplete", code="no-weights")
@@ -191,90 +170,23 @@ def _weights(source: str | Path, revision: str | None) -> list[Path]:
     return []
 
 
-def _find_file(source: str | Path, revision: str | None, name: str) -> Path | None:
-    """Return a file of a local checkpoint or of a downloaded one; None if it has no such file."""
+def find_model_file(
+    source: str | Path, revision: str | None, name: str, download: bool = False
+) -> Path | None:
+    """Return a file of a model in a directory or on the Hub, or None if it has no such file.
+
+    Without `download`, only files that are on this machine are found.
+    """
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
     from transformers.utils import cached_file
 
+    local = not download
     cached = cached_file(
-        source, name, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        source, name, revision=revision, local_files_only=local, _raise_exceptions_for_missing_entries=False
     )
     return Path(cached) if cached else None
-
-
-def context_length(config: Any) -> int | None:
-    """Return the longest input of a model in tokens, or None if its configuration has no limit.
-
-    Dynamic RoPE multiplies the context that its configuration names by its factor.
-
-    config: config.json as read, or the object that `load_config` returns.
-    """
-    tree = _text_settings(config)
-    lengths = (tree.get(key) for key in CONTEXT_KEYS)
-    length = next((length for length in lengths if type(length) is int and length > 1), None)
-    rope = tree.get("rope_parameters") or tree.get("rope_scaling")
-    if length and isinstance(rope, dict) and DYNAMIC in (rope.get("rope_type"), rope.get("type")):
-        return extended_context(length, {"factor": rope.get("factor")})
-    return length
-
-
-def _text_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of the text model in config.json as read, or in what `load_config` returns."""
-    tree: dict[str, Any] = config if isinstance(config, dict) else config.get_text_config().to_dict()
-    return text if isinstance(text := tree.get("text_config"), dict) else tree
-
-
-def extended_context(context: int | None, rope: Mapping[str, Any]) -> int | None:
-    """Return the context of a model after its RoPE changes. rope: keys of `model.rope`, also as written."""
-    maximum, factor, original = (_as_number(rope.get(key)) for key in (MAXIMUM, "factor", ORIGINAL))
-    original = original or _as_number(context)
-    if maximum is not None and maximum.is_integer():
-        return int(maximum)
-    if factor is not None and original is not None and 1 <= factor < LARGEST_FACTOR:
-        return round(factor * original)
-    return context
-
-
-def _as_number(value: Any) -> float | None:
-    """Return a number of a recipe, where it may be a text, or None for other values."""
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        number = None if isinstance(value, bool) else float(value)
-        return number if number is not None and abs(number) < 2**53 else None
-    return None
-
-
-def rope_type(config: Any) -> str:
-    """Return the type of a model's RoPE, or of that of its full attention. config: as in `context_length`."""
-    tree = _text_settings(config)
-    settings = tree.get("rope_parameters") or tree.get("rope_scaling")
-    settings = settings if isinstance(settings, dict) else {}
-    settings = full if isinstance(full := settings.get("full_attention"), dict) else settings
-    return str(settings.get("rope_type") or settings.get("type") or "default")
-
-
-def check_extension(config: Any, rope: Mapping[str, Any]) -> None:
-    """Raise UserError if the RoPE of a model cannot be changed so, as far as its config.json tells.
-
-    Args:
-        config: As in `context_length`.
-        rope: Keys of `model.rope`.
-    """
-    tree, kind = _text_settings(config), rope_type(config)
-    problem = ""
-    # transformers reads only longrope for Phi-3 and Phi-MoE, and Falcon may have ALiBi instead of RoPE.
-    if ORIGINAL in tree or tree.get("model_type") == "phimoe" or tree.get("alibi"):
-        problem = f"the RoPE of {tree.get('model_type')} models cannot be changed. Remove model.rope"
-    elif kind not in SCALED:
-        return
-    elif rope.get("type") is not None and rope.get(ORIGINAL) is None:
-        problem = f"the model has RoPE of type {kind} already. Remove it, or set model.rope.{ORIGINAL}"
-    elif rope.get("type") is None and rope.get(MAXIMUM):
-        problem = f"the model has RoPE of type {kind}, whose factor sets its context. "
-        problem += f"Replace model.rope.{MAXIMUM} by type, factor and {ORIGINAL}"
-    if problem:
-        raise UserError(f"model.rope: {problem}", code="rope")
 
 
 def _forget_earlier_batches(model: Any) -> None:

@@ -50,7 +50,8 @@ class RunLock:
         """Take the lock. Wait for a holder on another host that may have died.
 
         Raises UserError when another launch holds the lock or the directory cannot be written, and
-        FailureError when that may pass.
+        FailureError when that may pass. Under a scheduler, the other launch may be what is left of this job
+        on a node that was lost.
         """
         if self._lease is None:
             return
@@ -68,7 +69,8 @@ class RunLock:
                     if waited or holder.renewed > first.renewed:
                         problem = f"{self.run_dir} is in use by {holder}"
                         cure = "wait until that launch has ended, or set another output_dir"
-                        raise UserError(f"{problem}; {cure}", code="run-in-use")
+                        kind = FailureError if _will_start_again() else UserError
+                        raise kind(f"{problem}; {cure}", code="run-in-use")
                 time.sleep(POLL)
         except OSError as error:
             kind = FailureError if may_pass(error) else UserError
@@ -148,3 +150,8 @@ class RunLock:
                 with contextlib.suppress(OSError):
                     if path is not None:
                         write_text(path, json.dumps(beat))
+
+
+def _will_start_again() -> bool:
+    """Return whether a scheduler starts this launch again after a failure."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0 or "KUBERNETES_SERVICE_HOST" in os.environ

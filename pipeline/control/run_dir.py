@@ -34,10 +34,11 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emo.common.io.files import sha256
 from emo.common.io.untrusted import parse_json, read_json
 
 CONFIG = "config.yaml"
@@ -136,20 +137,16 @@ def append_scores(run_dir: Path, step: int, digest: str, scores: Iterable[tuple[
         digest: `checkpoint_digest` of the checkpoint that was evaluated.
         scores: Task, value (higher is better) and digest of the settings of each evaluation.
     """
-    lines = [
-        {"step": step, "checkpoint": digest, "task": task, "value": value, "setting": setting}
-        for task, value, setting in scores
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    with (run_dir / TASK_SCORES).open("a+b", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"  # a watcher ended while it wrote
-        data = b"\n" * torn + text.encode()
-        if file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, "not all scores could be written")
+    append_records(
+        run_dir / TASK_SCORES,
+        (
+            {"step": step, "checkpoint": digest, "task": task, "value": value, "setting": setting}
+            for task, value, setting in scores
+        ),
+    )
 
 
-def list_files(directory: Path) -> list[str]:
+def checkpoint_files(directory: Path) -> list[str]:
     """Return the relative names of a checkpoint's files except COMPLETE, sorted."""
     files = (p for p in directory.rglob("*") if p.is_file() and p.name != COMPLETE)
     return sorted(p.relative_to(directory).as_posix() for p in files)
@@ -160,9 +157,7 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
     facts: dict[str, FileFacts] = {}
     for name in names:
         path = directory / name
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        facts[name] = {"size": path.stat().st_size, "sha256": digest}
+        facts[name] = {"size": path.stat().st_size, "sha256": sha256(path)}
     return facts
 
 
@@ -174,7 +169,7 @@ def checkpoint_problem(directory: Path, part: int = 0, parts: int = 1) -> str | 
     listed = listed_files(directory)
     if not listed:
         return f"{COMPLETE} is missing, unreadable or empty"
-    if difference := sorted(set(listed) ^ set(list_files(directory))):
+    if difference := sorted(set(listed) ^ set(checkpoint_files(directory))):
         return f"{difference[0]} is missing or was not written by the trainer"
     return mismatch(directory, listed, part, parts)
 
@@ -229,6 +224,17 @@ def _record(line: bytes) -> Record | None:
         if isinstance(record, dict) and type(record.get("step")) is int:
             return record
     return None
+
+
+def append_records(path: Path, records: Iterable[Mapping[str, object]]) -> None:
+    """Append records to a file of JSON lines in one write, after ending a line that a crash cut off."""
+    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        data = b"\n" * torn + text.encode()
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, f"{path} could not be written completely")
 
 
 def drop_records(path: Path, step: int) -> None:

@@ -95,8 +95,20 @@ def raise_on_all_ranks(work: Callable[[], T]) -> T:
     for host, first in errors:
         if first is not None:
             text = str(first) if all(e is not None for _, e in errors) else f"on {host}: {first}"
-            raise type(first)(text, code=first.code)
+            shared = type(first)(text, code=first.code)
+            shared.local = False
+            raise shared
     return cast("T", result)
+
+
+@contextlib.contextmanager
+def local_errors() -> Iterator[None]:
+    """Mark UserErrors of the block as local, because the files of another host may be in order."""
+    try:
+        yield
+    except UserError as error:
+        error.local = error.local is not False
+        raise
 
 
 def run_on_main(world: World, work: Callable[[], None]) -> None:
@@ -128,7 +140,6 @@ def record_collectives(run_dir: Path) -> None:
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(run_dir.absolute() / RANKS / TRACE),
-        "TORCH_NCCL_DESYNC_DEBUG": "1",  # the watchdog then logs where each rank stood
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)

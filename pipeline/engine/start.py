@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import socket
 from typing import Any
 
 import deepspeed
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -15,7 +18,36 @@ from emo.common.errors import FailureError, UserError
 
 from ..control.stop import CHOSEN_PORT
 from ..control.world import LONG_TIMEOUT, World
-from .device.devices import bind_to_near_cores, check_gpus, on_gpu, threads_per_rank
+from .device.devices import bind_to_near_cores, check_gpus, local_ranks, on_gpu, threads_per_rank
+
+
+def address_of_host() -> str:
+    """Return the address that the name of this host stands for, or that it has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "does not resolve"
+
+
+def is_reachable(address: str) -> bool:
+    """Return whether other hosts may reach an address of this host."""
+    return address[0].isdigit() and not address.startswith("127.")
+
+
+def choose_gloo_interface() -> None:
+    """Set GLOO_SOCKET_IFNAME if the name of this host stands for loopback, to which gloo would bind.
+
+    It becomes the interface of the route to rank 0. A choice of the user stays.
+    """
+    several_hosts = local_ranks() < int(os.environ.get("WORLD_SIZE", 1))
+    if "GLOO_SOCKET_IFNAME" in os.environ or not several_hosts or is_reachable(address_of_host()):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", ""), 1))  # sends nothing
+        own = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if is_reachable(own) and own in (address.address for address in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def start_world(timeout_minutes: float = LONG_TIMEOUT) -> World:
@@ -29,6 +61,7 @@ def start_world(timeout_minutes: float = LONG_TIMEOUT) -> World:
         )
     if "RANK" not in os.environ:  # port 0: any free one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    choose_gloo_interface()
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import os
 import platform
 import re
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from emo.common.cli.progress import make_console
-from emo.common.errors import UserError
+from emo.common.errors import UserError, one_line
 from emo.common.provenance import library_versions
 
 from ..config import RunConfig
@@ -36,7 +37,7 @@ from ..control.world import World, end_world, gather_objects
 from ..engine.device.devices import find_c_compiler, local_ranks, threads_per_rank
 from ..engine.device.hardware import GIB
 from ..engine.device.pace import gpu_faults
-from ..engine.start import start_world
+from ..engine.start import address_of_host, is_reachable, start_world
 from . import health
 from .checks import TrainingRun, check_run
 
@@ -78,12 +79,13 @@ def preflight(config: RunConfig) -> int:
         host_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world.ranks
         several_hosts = world.ranks > int(host_ranks)
         is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # of its host
-        ready, recipe = _check_recipe(config, world)
+        run, recipe = _check_recipe(config, world)
         findings = [recipe]
         if is_first:
-            findings += _check_host(config, ready, world)
+            findings += _check_host(config, run, world)
             findings += _check_interface() if several_hosts else ()
-        findings += _check_run_directory(config, ready, world)
+        findings += _check_gloo()
+        findings += _check_run_directory(config, run, world)
         speeds, unfit = _measure_speeds(world, config, network)
         shared = [*_compare_hosts(), *speeds]
         if is_first and several_hosts and world.device.type == "cuda":
@@ -103,14 +105,13 @@ def preflight(config: RunConfig) -> int:
 def _check_recipe(config: RunConfig, world: World) -> tuple[TrainingRun | None, Finding]:
     host = socket.gethostname()
     try:
-        ready = check_run(config, world.ranks)
+        run = check_run(config, world.ranks)
     except UserError as error:
         return None, Finding(host, "recipe", "cannot start", str(error))
-    rows = len(ready.data) if ready.data is not None else 0
-    return ready, Finding(host, "recipe", f"{ready.batch}; {rows:,} rows in {config.data.dir}")
+    return run, Finding(host, "recipe", f"{run.batch}; {len(run.data):,} rows in {config.data.dir}")
 
 
-def _check_host(config: RunConfig, ready: TrainingRun | None, world: World) -> Iterator[Finding]:
+def _check_host(config: RunConfig, run: TrainingRun | None, world: World) -> Iterator[Finding]:
     """Check what one rank of a host can see alone. `start_world` has checked that its GPUs work."""
     host = socket.gethostname()
     on_gpu = world.device.type == "cuda"
@@ -119,7 +120,7 @@ def _check_host(config: RunConfig, ready: TrainingRun | None, world: World) -> I
     path = find_c_compiler()
     advice = "install gcc: Triton compiles with it" if on_gpu and path is None else ""
     yield Finding(host, "C compiler", path or "none", advice)
-    offloads = ready is not None and "offload_optimizer" in ready.ds_config["zero_optimization"]
+    offloads = run is not None and "offload_optimizer" in run.ds_config["zero_optimization"]
     current = torch.get_num_threads()
     share = threads_per_rank()
     wrong = current > share or (offloads and current < share)  # torchrun gives each rank one thread
@@ -143,18 +144,24 @@ def _check_host(config: RunConfig, ready: TrainingRun | None, world: World) -> I
 def _check_interface() -> Iterator[Finding]:
     """Check that the name of this host does not resolve to loopback, where other hosts cannot reach it."""
     host = socket.gethostname()
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        address = "does not resolve"
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    address = address_of_host()
     names = ", ".join(name for _, name in socket.if_nameindex() if name != "lo")
-    unreachable = not chosen and (address.startswith("127.") or not address[0].isdigit())
-    advice = f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (here: {names})" if unreachable else ""
-    yield Finding(host, "interface", chosen or f"{host} is {address}", advice)
+    advice = f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (here: {names})"
+    reachable = chosen or is_reachable(address)
+    yield Finding(host, "interface", chosen or f"{host} is {address}", "" if reachable else advice)
 
 
-def _check_run_directory(config: RunConfig, ready: TrainingRun | None, world: World) -> Iterator[Finding]:
+def _check_gloo() -> Iterator[Finding]:
+    """Check that hosts reach each other over gloo, which exchanges checkpoints. All ranks must call."""
+    try:
+        gather_objects(0, dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=1)))
+    except RuntimeError as error:
+        advice = "set GLOO_SOCKET_IFNAME to the interface between the hosts"
+        yield Finding(socket.gethostname(), "gloo", one_line(error, 100), advice)
+
+
+def _check_run_directory(config: RunConfig, run: TrainingRun | None, world: World) -> Iterator[Finding]:
     """Check that all hosts share the run directory and that checkpoints fit into it. All ranks must call."""
     host = socket.gethostname()
     directory = config.output_dir
@@ -165,8 +172,8 @@ def _check_run_directory(config: RunConfig, ready: TrainingRun | None, world: Wo
             directory.mkdir(parents=True, exist_ok=True)
             probe.touch()
             yield Finding(host, "run directory", str(directory))
-            if ready is not None:
-                trainable = sum(p.numel() for p in ready.model.parameters() if p.requires_grad)
+            if run is not None:
+                trainable = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
                 needed = trainable * STATE_BYTES * (config.train.save_total_limit + 1)
                 free = shutil.disk_usage(directory).free
                 advice = "free space, set output_dir elsewhere, or a smaller train.save_total_limit"
@@ -175,7 +182,13 @@ def _check_run_directory(config: RunConfig, ready: TrainingRun | None, world: Wo
         except OSError as error:
             yield Finding(host, "run directory", str(error), "set output_dir to a writable directory")
     dist.barrier()
+    if not world.is_main:
+        with contextlib.suppress(OSError):  # NFS may remember that it did not exist, until a write
+            directory.mkdir(parents=True, exist_ok=True)
     if not world.is_main and not probe.exists():
+        with contextlib.suppress(OSError):
+            if created:  # on this host alone
+                directory.rmdir()
         advice = f"set output_dir to a file system that all hosts share ({directory} is not)"
         yield Finding(host, "run directory", "not that of rank 0", advice)
     dist.barrier()

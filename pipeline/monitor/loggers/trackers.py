@@ -7,13 +7,22 @@ import re
 import secrets
 from collections.abc import Mapping
 
-from emo.common.errors import UserError, one_line
+from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import write_once
 from emo.common.io.untrusted import number
 
 from ...config import RunConfig, flatten
 from ...control.run_dir import MLFLOW_ID, TRACKIO_ID, WANDB_ID
 from .logger import Logger
+
+# Error codes of MLflow for requests that cannot succeed later.
+MISTAKES = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED", "UNAUTHENTICATED")
+
+
+def _explain(tracker: str, error: Exception, cure: str, mistaken: bool) -> UserError:
+    """Return the error for a tracker that cannot be opened. If not `mistaken`, it may work later."""
+    problem = f"train.report_to=[{tracker}]: {one_line(error, 200)}"
+    return (UserError if mistaken else FailureError)(f"{problem}. {cure}", code="tracking")
 
 
 class TensorBoard(Logger):
@@ -53,8 +62,8 @@ class WeightsAndBiases(Logger):
                 config=config.model_dump(mode="json"),
             )
         except wandb.errors.Error as error:
-            problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
-            raise UserError(f"{problem}. Set WANDB_API_KEY, or WANDB_MODE=offline", code="tracking") from None
+            mistaken = isinstance(error, wandb.errors.UsageError | wandb.errors.AuthenticationError)
+            raise _explain("wandb", error, "Set WANDB_API_KEY, or WANDB_MODE=offline", mistaken) from None
         self._last: dict[str, float] = {}  # last logged step of each group, -1 before the first
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
@@ -97,11 +106,10 @@ class MLflow(Logger):
                 write_once(file, run.info.run_id)
                 settings = flatten(config.model_dump(mode="json"), ".")
                 mlflow.log_params({key: value for key, value in settings if value not in (None, [], "")})
-        except mlflow.exceptions.MlflowException as error:
-            problem = f"train.report_to=[mlflow]: {one_line(error, 200)}"
-            raise UserError(
-                f"{problem}. Set MLFLOW_TRACKING_URI to a server or directory", code="tracking"
-            ) from None
+        except (mlflow.exceptions.MlflowException, OSError) as error:
+            mistaken = getattr(error, "error_code", "") in MISTAKES
+            cure = "Set MLFLOW_TRACKING_URI to a server or directory"
+            raise _explain("mlflow", error, cure, mistaken) from None
         self._mlflow = mlflow
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
@@ -124,13 +132,16 @@ class Trackio(Logger):
 
         run_dir = config.output_dir
         write_once(run_dir / TRACKIO_ID, f"{run_dir.name}-{secrets.token_hex(4)}")
-        self._run = trackio.init(
-            config.train.project,
-            name=(run_dir / TRACKIO_ID).read_text(encoding="utf-8"),
-            resume="allow",
-            config=config.model_dump(mode="json"),
-            embed=False,
-        )
+        try:
+            self._run = trackio.init(
+                config.train.project,
+                name=(run_dir / TRACKIO_ID).read_text(encoding="utf-8"),
+                resume="allow",
+                config=config.model_dump(mode="json"),
+                embed=False,
+            )
+        except Exception as error:  # a database or a server, which raise many kinds
+            raise _explain("trackio", error, "Remove trackio", mistaken=False) from None
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         self._run.log({key: v for key, v in values.items() if v is not None}, step=step)

@@ -6,6 +6,8 @@ import errno
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from emo.launch import rank
 from emo.pipeline.control import world
 from emo.pipeline.control.stop import HARDWARE, TRAINING, SignalWatch, node_name
 from emo.pipeline.control.world import World, broken_device, explain, lost_a_peer
+from emo.pipeline.engine import start
 from emo.pipeline.engine.device import devices
 from emo.pipeline.engine.device.devices import BINDING, GpuFacts, find_gpu_error
 from emo.pipeline.planning import preflight
@@ -95,6 +98,47 @@ def test_a_rank_is_bound_to_the_cores_near_its_gpu(
     assert results == ([] if bound is None else [bound])
 
 
+@pytest.mark.parametrize(
+    ("named", "set_before", "route", "chosen"),
+    [
+        ("127.0.1.1", None, "10.0.0.7", "eth1"),
+        ("does not resolve", None, "10.0.0.7", "eth1"),
+        ("10.0.0.7", None, "10.0.0.7", None),  # what gloo does by itself is right
+        ("127.0.1.1", "eth0", "10.0.0.7", "eth0"),
+        ("127.0.1.1", None, "127.0.0.1", None),
+    ],
+)
+def test_gloo_uses_the_route_to_rank_0_if_the_host_is_called_loopback(
+    named: str, set_before: str | None, route: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
+    environment |= {} if set_before is None else {"GLOO_SOCKET_IFNAME": set_before}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(start, "address_of_host", lambda: named)
+    addresses = {"lo": "127.0.0.1", "eth0": "192.168.0.7", "eth1": "10.0.0.7"}
+    found = {name: [SimpleNamespace(address=address)] for name, address in addresses.items()}
+    monkeypatch.setattr(start.psutil, "net_if_addrs", lambda: found)
+    probe = mock.MagicMock()
+    probe.__enter__.return_value.getsockname.return_value = (route, 1)
+    monkeypatch.setattr(start.socket, "socket", lambda *_: probe)
+    start.choose_gloo_interface()
+    assert environment.get("GLOO_SOCKET_IFNAME") == chosen
+
+
+def test_errors_that_only_some_ranks_raise_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their hosts print them. An error that all ranks raise together is printed by rank 0 alone."""
+
+    def fail() -> None:
+        raise UserError("a shard is missing", code="no-weights")
+
+    with pytest.raises(UserError) as own, world.local_errors():
+        fail()
+    monkeypatch.setattr(world, "gather_objects", lambda value: [value, value])
+    with pytest.raises(UserError) as shared, world.local_errors():
+        world.raise_on_all_ranks(fail)
+    assert own.value.local and not shared.value.local
+
+
 def test_environment_variables_of_the_user_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton runs the code in its cache, so a cache that is a link is not used."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR")
@@ -110,7 +154,8 @@ def test_environment_variables_of_the_user_are_kept(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TRITON_CACHE_DIR": str(cache)}
+    allocator = "expandable_segments:True,pinned_max_round_threshold_mb:64"
+    defaults = {"PYTORCH_ALLOC_CONF": allocator, "TRITON_CACHE_DIR": str(cache)}
     assert set_environment({}) == defaults and cache.stat().st_mode & 0o777 == 0o700
     for settings in ({names[0]: "x", names[2]: "y"}, {names[1]: "x", names[2]: "y"}):
         assert set_environment(settings) == settings

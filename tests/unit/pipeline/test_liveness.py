@@ -17,10 +17,10 @@ from emo.pipeline.control.heartbeat import (
     is_accounted_for,
     read_ranks,
 )
-from emo.pipeline.control.run_dir import LAUNCHES, RANKS, TRACE, read_records
+from emo.pipeline.control.run_dir import LAUNCHES, RANKS, TRACE, append_records, read_records
 from emo.pipeline.control.world import record_collectives
 from emo.pipeline.monitor.console import Console
-from emo.pipeline.monitor.launches import Launch, append
+from emo.pipeline.monitor.launches import Launch
 
 
 def write_rank(run_dir: Path, rank: int, enqueued: int, started: int, **state: Any) -> None:
@@ -83,7 +83,7 @@ def test_traces_with_damage_or_code_are_skipped(tmp_path: Path, monkeypatch: pyt
 
 def test_the_next_launch_reports_the_late_rank_of_an_aborted_one(tmp_path: Path) -> None:
     """NCCL's watchdog aborts all ranks before they can report it."""
-    append(tmp_path / LAUNCHES, {"event": "begin", "step": 3})
+    append_records(tmp_path / LAUNCHES, [{"event": "begin", "step": 3}])
     for rank, enqueued in enumerate((9, 5)):
         write_rank(tmp_path, rank, enqueued, 5, step=7 + rank)
     for _ in range(2):
@@ -97,10 +97,10 @@ def test_collectives_are_recorded_in_the_run_directory_and_settings_of_the_user_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.environ", environment := {"TORCH_NCCL_DESYNC_DEBUG": "0"})
+    monkeypatch.setattr("os.environ", environment := {"TORCH_FR_BUFFER_SIZE": "0"})
     record_collectives(Path("run"))
     assert environment["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "run" / RANKS / TRACE)
-    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1" and environment["TORCH_NCCL_DESYNC_DEBUG"] == "0"
+    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1" and environment["TORCH_FR_BUFFER_SIZE"] == "0"
 
 
 def test_the_first_rank_of_a_host_writes_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
