@@ -275,7 +275,8 @@ def _plan(args: argparse.Namespace) -> int:
         raise UserError(problem, code="write-target")
     announce("plan")
     with show_activity("planning"):
-        from .planning.plan import print_best, print_plan, write_recipe
+        from .planning.best import print_best, write_recipe
+        from .planning.plan import print_plan
 
         if not args.best:
             fits = print_plan(config, cluster.gpus, cluster, document_tokens=args.document_tokens)

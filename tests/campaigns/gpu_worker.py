@@ -31,7 +31,7 @@ from emo.pipeline.loss import FusedHead
 from emo.pipeline.monitor.console import Console
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check_run
-from emo.pipeline.planning.plan import setup_of, sizes_of
+from emo.pipeline.planning.setup import setup_of, sizes_of
 from emo.pipeline.trainer import Trainer
 from tests.campaigns.gpu_setting import GPU, WARM
 from tests.helpers.waits import waits

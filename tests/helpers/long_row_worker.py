@@ -31,7 +31,7 @@ from emo.pipeline.loss import fuse_model, get_objective
 from emo.pipeline.loss.fused import CHUNK_MB_CPU
 from emo.pipeline.loss.models.varlen import VARLEN
 from emo.pipeline.planning import footprint
-from emo.pipeline.planning.plan import setup_of, sizes_of
+from emo.pipeline.planning.setup import setup_of, sizes_of
 from tests.conftest import REPO
 from tests.helpers.accelerator import Trace
 

@@ -68,7 +68,7 @@ def schema() -> dict[str, Any]:
     tree["properties"]["extends"] = {
         "type": "string",
         "description": "Another recipe, whose keys this one completes or replaces: a file in the same "
-        "directory or launch/recipes/NAME.yaml.",
+        "directory or launch/recipes/NAME.yaml. `{}` removes the keys of a section.",
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **tree, "title": "EMO recipe"}
 

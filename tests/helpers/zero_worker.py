@@ -31,7 +31,7 @@ from emo.pipeline.engine.ds_config import deepspeed_config
 from emo.pipeline.engine.engine import Engine
 from emo.pipeline.loss import fuse_model, get_objective
 from emo.pipeline.planning import footprint
-from emo.pipeline.planning.plan import setup_of, sizes_of
+from emo.pipeline.planning.setup import setup_of, sizes_of
 from tests.conftest import REPO
 from tests.helpers.accelerator import Trace
 

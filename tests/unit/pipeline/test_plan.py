@@ -27,20 +27,14 @@ from emo.pipeline.engine.device.hardware import ACCELERATORS, GIB, USABLE, Clust
 from emo.pipeline.model.adapters import add_lora
 from emo.pipeline.model.build import load_pretrained
 from emo.pipeline.model.config import LoraConfig, ModelConfig
-from emo.pipeline.planning import footprint, plan
+from emo.pipeline.planning import describe, footprint
+from emo.pipeline.planning.alternatives import Alternatives, describe_fit
+from emo.pipeline.planning.best import Choice, choices, print_best
 from emo.pipeline.planning.checks import check_plan
+from emo.pipeline.planning.describe import collect_warnings, domain_rows
 from emo.pipeline.planning.footprint import Setup
-from emo.pipeline.planning.plan import (
-    Alternatives,
-    Choice,
-    choices,
-    describe_fit,
-    domain_rows,
-    print_best,
-    print_plan,
-    setup_of,
-    sizes_of,
-)
+from emo.pipeline.planning.plan import print_plan
+from emo.pipeline.planning.setup import setup_of, sizes_of
 from tests.conftest import REPO
 from tests.helpers import corpus, published
 from tests.helpers.families import family
@@ -118,9 +112,9 @@ def test_published_parameter_counts() -> None:
 def test_bfloat16_is_called_slow_only_where_the_cpu_lacks_it(
     lacks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "lacks_bfloat16", lambda: lacks)
+    monkeypatch.setattr(describe, "lacks_bfloat16", lambda: lacks)
     config = load_config(QUICKSTART, ["model.dtype=bfloat16"])
-    warnings = plan.collect_warnings(config, check_plan(config, 1), on_cpu=True)
+    warnings = collect_warnings(config, check_plan(config, 1), on_cpu=True)
     assert any("bfloat16" in warning for warning in warnings) == lacks
 
 
@@ -138,7 +132,7 @@ def test_lora_on_special_tokens_that_a_base_model_may_not_know_is_reported(
 ) -> None:
     settings = ["data.kind=instruct", f"data.template={template}", f"model.lora={lora}"]
     config = load_config(QUICKSTART, [*settings, "data.train_tokenizer=null", "data.tokenizer=any"])
-    warnings = plan.collect_warnings(config, check_plan(config, 1), on_cpu=False)
+    warnings = collect_warnings(config, check_plan(config, 1), on_cpu=False)
     assert any("model.lora.train_embeddings=true" in warning for warning in warnings) == warned
 
 

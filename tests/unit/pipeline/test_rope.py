@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from emo.common.config.recipe import parse_section
-from emo.common.io.weights import context_length, load_causal_lm, load_model_config, rope_type
+from emo.common.context_length import context_length, rope_type
+from emo.common.io.weights import load_causal_lm, load_model_config
 from emo.data_prep.config import load_data_config
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.model.build import check_context, load_pretrained, model_config
