@@ -80,6 +80,12 @@ class RunConfig(Section):
         under_adapters = lora is not None and not lora.train_embeddings and lora.path is None
         return under_adapters or self.objective.resolved_teacher == BASE
 
+    @property
+    def measures_kl(self) -> bool:
+        """Return whether validations measure KL(base, model)."""
+        k = self.train.kl_from_base
+        return k != 0 and (k is not None or self.holds_base)
+
     @model_validator(mode="after")
     def _check_selection(self) -> RunConfig:
         train = self.train

@@ -14,6 +14,7 @@ finish     wait for the last checkpoint, write the export
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -48,6 +49,7 @@ from .checkpoint.saver import (
     write_best,
 )
 from .config import RunConfig
+from .control.events import log_event
 from .control.lock import RunLock
 from .control.run_dir import CONFIG, EXPORT, INITIAL, checkpoints, step_directory
 from .control.stop import RESUME, SignalWatch, StopRequest, node_name
@@ -56,6 +58,7 @@ from .control.world import (
     diagnose_hang,
     first_reason,
     gather_objects,
+    local_errors,
     longer_timeout,
     lost_a_peer,
     raise_on_all_ranks,
@@ -87,7 +90,7 @@ from .monitor.validation.evaluation import measure_set
 from .monitor.validation.samples import Samples
 from .monitor.validation.selection import Selection
 from .planning.checks import TrainingRun, check_run
-from .planning.plan import predict_step
+from .planning.setup import predict_step
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +124,10 @@ class Trainer:
         """
         self.plan = raise_on_all_ranks(lambda: check_run(self.config, self.world.ranks))
         if (export := self.config.output_dir / EXPORT).is_dir():
-            event = {"event": "finished", "export": str(export)}
-            line = "%s is finished: its export is in export/"
-            log.info(line, self.config.output_dir, extra={"event_fields": event})
+            line = f"{self.config.output_dir} is finished: its export is in export/"
+            if (target := self.config.train.copy_to) is not None:
+                run_on_main(self.world, lambda: copies.finish_copies(self.config.output_dir, target))
+            log_event(line, "finished", export=str(export))
             return True
         self.lock = RunLock(self.config.output_dir, self.world.is_main)
         self.launch = Launch(self.config.output_dir, self.console, self.world.is_main)
@@ -183,6 +187,9 @@ class Trainer:
                 write_initial_weights(config)
 
         run_on_main(self.world, take_directory)
+        # NFS remembers for some time that a directory did not exist. Only a write asks the server again.
+        with contextlib.suppress(OSError):
+            config.output_dir.mkdir(parents=True, exist_ok=True)
         self.lock.start_heartbeat(self.world.rank)
         mixtures = gather_objects(identity.mixture_history(config))[0]  # a copy may have more
         self.plan = self.plan.with_mixtures(config, mixtures)
@@ -210,7 +217,8 @@ class Trainer:
         if (teacher := teacher_identity(config, world)) is not None:
             self.identity |= {"teacher": teacher}
         check_identity(saved, self.identity)
-        self._build_engine(saved)
+        with local_errors():
+            self._build_engine(saved)
         shared = (world.part, world.sequence)
         self.batches = Batches(plan.data, plan.scores[0], plan.batch.micro, world.device, *shared)
         if world.sequence > 1:
@@ -218,10 +226,11 @@ class Trainer:
         if config.model.kernels is not None or config.model.tiled_mlp:
             self._check_kernels()
         if saved is not None:
-            check_engine(saved, self.engine)
-            self.engine.load(self._load_from)
-            if self.engine.average is not None:
-                self.engine.average.load(saved.directory / TAG)
+            with local_errors():
+                check_engine(saved, self.engine)
+                self.engine.load(self._load_from)
+                if self.engine.average is not None:
+                    self.engine.average.load(saved.directory / TAG)
             log.info("resumed from %s", saved.directory)
         self.watch.enter_training()
         return saved
@@ -289,10 +298,9 @@ class Trainer:
         self.launch.reason = first_reason(self.stop.reason)
         if self.launch.reason is None:
             return False
-        step = self.state.step
-        event = {"event": "stopped", "step": step, "reason": self.launch.reason}
-        line = f"stopped before step {step + 1} ({self.launch.reason}), with nothing new to save; {RESUME}"
-        log.info(line, extra={"event_fields": event})
+        step, reason = self.state.step, self.launch.reason
+        line = f"stopped before step {step + 1} ({reason}), with nothing new to save; {RESUME}"
+        log_event(line, "stopped", step=step, reason=reason)
         if self.world.is_main:
             self.stop.file.unlink(missing_ok=True)
         return True
@@ -522,10 +530,8 @@ class Trainer:
         scores = self.selection.scores
         if not scores.tasks:
             return
-        before = self.selection.best
         self.selection.take_scores(step, final=True)
-        best = self.selection.best
-        if best is not None and best != before:
+        if (best := self.selection.best) is not None:  # also by the validation that followed a score
             run_on_main(self.world, functools.partial(write_best, self.config.output_dir, best))
         if self.config.train.load_best_at_end and (missing := scores.find_unscored()):
             names = ", ".join(f"step-{step:06d}" for step in missing)

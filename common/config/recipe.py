@@ -25,6 +25,18 @@ from .foreign_keys import AMBIGUOUS, KEYS_BY_NAME, UNSUPPORTED_KEYS, UNSUPPORTED
 
 EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments/configs"}  # folders by kind of file
 KEYS = ("output_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
+# Keys whose values are paths, in which `~/` stands for the home directory.
+PATHS = (
+    *(
+        "output_dir",
+        "deepspeed",
+        "model.path",
+        "model.lora.path",
+        "objective.cost",
+        "objective.teacher.model",
+    ),
+    *("data.dir", "data.root", "data.tokenizer", "data.contamination", "train.decay_from", "train.copy_to"),
+)
 DATA_FILES = (
     ".txt",
     ".jsonl",
@@ -174,7 +186,19 @@ def read_recipe(path: Path, overrides: Sequence[str], noun: str = "recipe") -> d
     tree = _read_tree(shipped(path), (), noun)
     for override in overrides:
         apply_override(tree, override)
+    _expand_home(tree)
     return tree
+
+
+def _expand_home(tree: dict[str, Any]) -> None:
+    """Replace `~/` at the beginning of paths. A shell does so only after some equals signs."""
+    for key in PATHS:
+        *sections, leaf = key.split(".")
+        node: Any = tree
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(leaf), str) and node[leaf].startswith("~/"):
+            node[leaf] = str(Path(node[leaf]).expanduser())
 
 
 def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any]:
@@ -236,10 +260,11 @@ def _load_yaml(content: bytes | str) -> Any:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merge `over` into `base`: sections key by key, other values replaced."""
+    """Merge `over` into `base`: sections key by key, other values replaced. `{}` replaces a section."""
     merged = dict(base)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(base.get(key), dict) and "model_type" not in value
+        both = isinstance(value, dict) and value and isinstance(base.get(key), dict)
+        both = both and "model_type" not in value
         merged[key] = _merge(base[key], value) if both else value
     return merged
 

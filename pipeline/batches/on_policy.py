@@ -27,16 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from emo.common.causal_lm import IGNORE
+from emo.common.context_length import context_length
 from emo.common.errors import UserError
-from emo.common.io.weights import context_length
 from emo.data_prep.encoding.tokenizer import load_tokenizer
+from emo.data_prep.shards.format import TRAIN, read_manifest
 
 from ..config import RunConfig
 from ..control.world import gather_objects
 from ..engine.engine import Engine
 from ..loss import plan_tokens
 from ..loss.models.head import BOUNDS, DEMONSTRATION, DOMAIN, LONGEST, TEACHER_POSITIONS, MicroBatch, segments
-from ..model.export import unwrap
+from ..model.export import keeps_logits, unwrap
 from ..model.objective.build import as_schedule, judged_objective
 from .loader import StepBatch, Writing
 
@@ -76,13 +77,15 @@ def find_prompts(micro: MicroBatch) -> list[DocumentPrompt]:
     return prompts
 
 
-def find_end_tokens(prompts: Sequence[DocumentPrompt], eos: int | None, special: Container[int]) -> Tensor:
-    """Return the tokens that end the text after each prompt, int64 [n, 2]; -1 for none.
+def find_end_tokens(
+    prompts: Sequence[DocumentPrompt], ends: Sequence[int], special: Container[int]
+) -> Tensor:
+    """Return the tokens that end the text after each prompt, int64 [n, len(ends) + 1]; -1 for none.
 
-    These are EOS and the special token with which a chat template ends the turn.
+    These are `ends` and the special token with which the answer in the data ends.
     """
-    first = -1 if eos is None else eos
-    return torch.tensor([(first, p.last if p.last in special else -1) for p in prompts] or [(first, -1)])
+    last = [p.last if p.last in special else -1 for p in prompts] or [-1]
+    return torch.tensor([(*ends, token) for token in last])
 
 
 def draw_uniforms(seed: int, step: int, slots: Sequence[tuple[int, int]], tokens: int) -> Tensor:
@@ -262,11 +265,11 @@ class OnPolicy:
         self.domains = domains
         self.block = config.data.sequence_len
         tokenizer = load_tokenizer(config.data.dir / "tokenizer")
-        self.eos = tokenizer.eos_token_id
+        ends = {tokenizer.eos_token_id, *read_manifest(config.data.dir / TRAIN).answer_ends}
+        self.ends = sorted(ends - {None})
         self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.together = trainer.ds.zero_optimization_stage() == 3 and trainer.world.ranks > 1
-        keeps = "logits_to_keep" in getattr(unwrap(trainer.model), "argument_names", ())
-        self.options = {"logits_to_keep": 1} if keeps else {}
+        self.options = {"logits_to_keep": 1} if keeps_logits(trainer.model) else {}
         self.context: int | None = None  # of the teacher, if it reads demonstrations
         if self.settings.context == "demonstration":
             longest = context_length(unwrap(trainer.model).config.get_text_config())
@@ -319,7 +322,7 @@ class OnPolicy:
         numbers: dict[int, itertools.count[int]] = {}
         slots = [(first_row + p.row, next(numbers.setdefault(p.row, itertools.count()))) for p in prompts]
         uniforms = draw_uniforms(self.seed, step, slots or [(-1, 0)], self.settings.tokens)
-        ends = find_end_tokens(prompts, self.eos, self.special)
+        ends = find_end_tokens(prompts, self.ends, self.special)
         device = self.trainer.world.device
         with torch.compiler.set_stance("force_eager"):  # the length differs at every pass
             texts = generate_texts(

@@ -5,6 +5,7 @@ The checkpoint is copied into the run directory. The other run, the trunk, may c
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from pathlib import Path
@@ -32,7 +33,7 @@ FIRST_VALIDATION = re.compile(r"/(step-0+\.npz|base-\d+-\d+\.npy)$")
 
 def _open_trunk(config: RunConfig) -> tuple[RunCopy, str]:
     """Return the run directory of the trunk, and the name of the checkpoint."""
-    trunk = (config.train.decay_from or "").rpartition("/")[0] or "."
+    trunk = (config.train.decay_from or "").rstrip("/").rpartition("/")[0] or "."
     name = step_directory(Path(), config.train.branch_step or 0).name
     return RunCopy(trunk, key="train.decay_from"), name
 
@@ -75,7 +76,7 @@ def check_branch(config: RunConfig, identity: Identity, rows: int) -> None:
 def _check_rate(address: str, trunk: TrainConfig, step: int, rows: int) -> None:
     """Raise UserError unless the learning rate of the trunk was at its peak until `step`."""
     rate = lr_at(trunk, step - 1, count_steps(trunk, rows))
-    if rate != trunk.learning_rate:
+    if not math.isclose(rate, trunk.learning_rate):  # the last step of the warm-up is rounded
         problem = f"train.decay_from={address}: the learning rate there is {rate:g}, below its peak"
         cure = "Name a checkpoint after its warm-up and before its decay"
         raise UserError(f"{problem}. {cure}", code="decay-from")

@@ -110,6 +110,15 @@ class Uploads:
             return self._thread.submit(self._filter_missing, names).result(timeout=60)
         return names
 
+    def warn_of_missing(self) -> None:
+        """Log the checkpoints that the store does not have."""
+        if names := self.find_missing():
+            log.warning("not in train.copy_to=%s, copy them by hand: %s", self.target, ", ".join(names))
+
+    def wait(self) -> None:
+        """Wait until nothing is left to copy, or copying fails."""
+        self._last.result()
+
     def _filter_missing(self, names: list[str]) -> list[str]:
         store = open_store(self.target)
         return [name for name in names if store.read(f"{name}/{COMPLETE}") is None]
@@ -164,6 +173,13 @@ class Uploads:
 
     def _note_progress(self) -> None:
         self._progressed = time.monotonic()
+
+
+def finish_copies(run_dir: Path, target: str) -> None:
+    """Copy the checkpoints of a finished run that an interrupted launch has not copied."""
+    uploads = Uploads(run_dir, target)
+    uploads.wait()
+    uploads.warn_of_missing()
 
 
 def copy_records(run_dir: Path, store: Store) -> None:

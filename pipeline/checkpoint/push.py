@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from emo.common.config.recipe import read_written
 from emo.common.errors import FailureError, UserError, iterate_causes, one_line
 from emo.common.io.files import write_text
-from emo.common.io.hub import base_of_card
+from emo.common.io.hub import OFFLINE, base_of_card
 from emo.common.io.objects import local_directory
 from emo.common.io.untrusted import number
 from emo.common.io.weights import (
@@ -21,7 +21,6 @@ from emo.common.io.weights import (
     ADAPTER_FILE,
     CONFIG,
     NESTED,
-    OFFLINE,
     base_of_adapter,
     has_only_adapter,
     opened_files,
@@ -38,6 +37,8 @@ CARD = "README.md"
 STALE = ["*.safetensors", "*.bin", "*.index.json", CONFIG, ADAPTER]
 STALE += ["tokenizer*", "chat_template*", "additional_chat_templates/*", "special_tokens_map.json"]
 STALE += ["added_tokens.json", "vocab.json", "merges.txt", "*processor_config.json"]
+RESULTS = ".eval_results/*.yaml"  # written by `emo export --format hf`
+STALE += [".eval_results/emo-pipeline-*.yaml"]
 
 
 def push_export(source: Path, repository: str, private: bool, revision: str | None) -> str:
@@ -132,7 +133,7 @@ def staged_files(export: Path, repository: str) -> Iterator[Path]:
         folder = Path(staging)
         for file in (path for path in export.rglob("*") if path.is_file()):
             name = file.relative_to(export)
-            if any(part[0] == "." for part in name.parts):
+            if any(part[0] == "." for part in name.parts) and not name.match(RESULTS):
                 continue
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,11 @@ def model_card(export: Path, name: str) -> str:
     lines = [*front, "---", f"# {markdown(name)}", "", base]
     if objective := info.get("objective") or config.get("objective", {}).get("name"):
         lines.append(f"Objective: {markdown(publishable(str(objective)))}.")
-    measured = [] if "merged" in info else _validation_lines(run_dir, info)  # merged weights differ
+    merged = info.get("merged")
+    if isinstance(merged, dict):
+        models = ", ".join(markdown(publishable(str(model))) for model in merged.get("models", []))
+        return "\n".join([*lines, f"Merged ({merged.get('method')}) from {models}."]) + "\n"
+    measured = _validation_lines(run_dir, info)
     return "\n".join([*lines, *_data_lines(config), *measured]) + "\n"
 
 

@@ -33,6 +33,7 @@ from emo.common.provenance import code_version, library_versions
 from emo.data_prep.config import settings
 
 from ..config import RunConfig
+from ..control.events import log_event
 from ..control.lock import RunLock
 from ..control.run_dir import (
     BEST,
@@ -42,10 +43,10 @@ from ..control.run_dir import (
     STATE,
     Best,
     FileFacts,
+    checkpoint_files,
     checkpoint_problem,
     checkpoints,
     hash_files,
-    list_files,
     listed_files,
     partial_directory,
     step_directory,
@@ -202,7 +203,7 @@ class Saver:
         error = self.problem
         self._thread = None
         if error is None and self.lock.problem is not None:
-            error = UserError(self.lock.problem, code="lock-lost")
+            error = FailureError(self.lock.problem, code="lock-lost")
         error = _first_error(gather_objects(error))
         if error is not None:
             raise error
@@ -219,8 +220,8 @@ class Saver:
             self.lock.set_activity("copying")
             time.sleep(wait)
             wait = min(2 * wait, 5.0)
-        if uploads is not None and self.engine.world.is_main and (names := uploads.find_missing()):
-            log.warning("not in train.copy_to=%s, copy them by hand: %s", uploads.target, ", ".join(names))
+        if uploads is not None and self.engine.world.is_main:
+            uploads.warn_of_missing()
 
     def _extend_deadline(self) -> None:
         """Give the thread LONG_TIMEOUT minutes for its next action."""
@@ -277,8 +278,7 @@ class Saver:
         try:
             write_complete(saved.directory, files)
             final = publish(run_dir, saved.step)
-            event = {"event": "saved", "step": saved.step, "path": str(final)}
-            log.info("saved: %s", final, extra={"event_fields": event})
+            log_event(f"saved: {final}", "saved", step=saved.step, path=str(final))
             spared = [self._uploads.current if self._uploads is not None else None]
             if self._best is not None:  # the old best checkpoint is deleted after the new one is complete
                 write_best(run_dir, self._best)
@@ -309,7 +309,7 @@ class Saver:
             self._extend_deadline()
         names = [path.relative_to(partial).as_posix() for path in written]
         if is_main:  # also describes what DeepSpeed did not write
-            names += [name for name in list_files(partial) if not name.startswith("state/")]
+            names += [name for name in checkpoint_files(partial) if not name.startswith("state/")]
         for name in names:
             with (partial / name).open("rb") as file:
                 os.fsync(file.fileno())  # COMPLETE must not survive a power cut that loses the files
@@ -347,7 +347,7 @@ def _first_error(errors: list[UserError | None]) -> UserError | None:
 
 def newest_valid(run_dir: Path, world: World) -> Saved | None:
     """Return the newest checkpoint whose files match its COMPLETE, or None. All ranks hash a part."""
-    directories = checkpoints(run_dir)
+    directories = gather_objects(checkpoints(run_dir))[0]  # a shared file system may show hosts other lists
     for directory in reversed(directories):
         if (reason := _find_problem(directory, world)) is None:
             return read_saved(directory)

@@ -68,7 +68,7 @@ class ScheduleConfig(Section):
     @property
     def branch_step(self) -> int | None:
         """Return the step at which `decay_from` begins the decay, or None."""
-        name = (self.decay_from or "").rpartition("/")[2]
+        name = (self.decay_from or "").rstrip("/").rpartition("/")[2]
         number = name.removeprefix("step-")
         return int(number) if number != name and number.isdecimal() else None
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from emo.common.context_length import context_length
 from emo.common.errors import UserError
-from emo.common.io.weights import context_length
 from emo.data_prep.config import MAX_TOKENS
 
 from ..config import RunConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, one_line
-from emo.common.io.weights import load_model_config, shard_names
+from emo.common.io.weights import find_model_file, load_model_config, shard_names
 
 from .cost import CostEmbedding, NumberCost
 
@@ -142,20 +142,12 @@ def _read_head(source: str, revision: str | None) -> Tensor:
 def _read_from_checkpoint(source: str, revision: str | None, name: str) -> Tensor | None:
     """Read tensor `name` of a checkpoint in one or many files; None if it is not there."""
     for stem in ("model.safetensors", "pytorch_model.bin"):
-        index = _find_file(source, revision, f"{stem}.index.json")
+        index = find_model_file(source, revision, f"{stem}.index.json", download=True)
         shard = stem if index is None else shard_names(index).get(name)
-        path = _find_file(source, revision, shard) if shard else None
+        path = find_model_file(source, revision, shard, download=True) if shard else None
         if path is None and index is not None and shard is not None:
             problem = f"{index.name} lists {shard}, which is missing"
             raise UserError(f"cost embedding {source}: {problem}", code="cost-missing")
         if path is not None and (tensors := _read_tensors(path, name)):
             return tensors[name]
     return None
-
-
-def _find_file(source: str, revision: str | None, name: str) -> Path | None:
-    """Return the path of one file of a local or Hub checkpoint, or None if it does not exist."""
-    from transformers.utils import cached_file
-
-    path = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-    return Path(path) if path else None

@@ -28,6 +28,7 @@ from ..loss.models.head import require_plain_head
 from .config import LoraConfig, ModelConfig
 
 ADAPTER = "default"  # PEFT's name of a run's only adapter
+EXPERTS = "experts cannot have adapters. Name other layers, such as q_proj"
 # Values of PEFT's settings for adapters that can be continued. Others change the scaling or the base model.
 USUAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -55,6 +56,8 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
         use_rslora=config.lora.use_rslora,
         use_dora=config.lora.use_dora,
     )
+    if targets == "all-linear" and (experts := _names_of_experts(model)):
+        settings.target_modules = _linear_layers(model) - experts
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -62,7 +65,10 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
             # would cast them. DeepSpeed keeps a float32 copy of all trainable weights.
             adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except (ValueError, re.error) as error:
-        raise UserError(f"model.lora.targets={targets}: {one_line(error)}", code="lora-targets") from None
+        reason = EXPERTS if "ParamWrapper" in str(error) else one_line(error)
+        raise UserError(f"model.lora.targets={targets}: {reason}", code="lora-targets") from None
+    if any(isinstance(module, peft.tuners.lora.ParamWrapper) for module in model.modules()):
+        raise UserError(f"model.lora.targets={targets}: {EXPERTS}", code="lora-targets")
     require_plain_head(model)
     if config.lora.train_embeddings:
         if hasattr(model.get_input_embeddings(), "base_layer"):
@@ -71,6 +77,21 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
         for layer in _embedding_layers(model):
             layer.requires_grad_(True)
     return adapted
+
+
+def _names_of_experts(model: PreTrainedModel) -> set[str]:
+    """Return the names of layers that PEFT takes for experts, whose weights transformers stacks."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    return set(conversion._MOE_TARGET_MODULE_MAPPING.get(kind, ()))
+
+
+def _linear_layers(model: PreTrainedModel) -> set[str]:
+    """Return the last parts of the names of linear layers, except the head."""
+    head = model.get_output_embeddings()
+    layers = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head)
+    return {name.rpartition(".")[2] for name, _ in layers}
 
 
 def _embedding_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

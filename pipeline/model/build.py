@@ -20,16 +20,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from emo.common.context_length import context_length
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import reset_modes
-from emo.common.io.weights import (
-    context_length,
-    downloaded_directory,
-    explain_hub_error,
-    load_causal_lm,
-    load_model_config,
-    sampled_digest,
-)
+from emo.common.io.hub import explain_hub_error
+from emo.common.io.weights import downloaded_directory, load_causal_lm, load_model_config, sampled_digest
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.data_prep.shards.format import Manifest
 
@@ -173,8 +168,10 @@ def load_pretrained(
     options = {"dtype": torch_dtype, "attn_implementation": attn}
     options |= nf4_options(linear_dtype, torch_dtype, on_cpu=alone)
     try:
+        stored = load_model_config(path, revision)
+        options |= {} if linear_dtype else _dequantizing_options(stored)
         if rope is not None:
-            options["config"] = extend_rope(load_model_config(path, revision), rope)
+            options["config"] = extend_rope(stored, rope)
         loaded = load_causal_lm(path, revision, **options)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if broken_device(error) or broken_device(error, NETWORK) or lost_a_peer(error):
@@ -194,6 +191,10 @@ def load_pretrained(
         raise UserError(
             f"{key}={path} {loaded.fault}. Correct it, or set {key} to another model.", code="model"
         )
+    if linear_dtype is None and getattr(loaded.model, "is_quantized", False):
+        problem = f"{key}={path} has quantized weights, which cannot be trained"
+        cure = "Name the model that it was made from, and set model.lora.base_dtype=nf4 to load it in 4 bits"
+        raise UserError(f"{problem}. {cure}", code="quantized-model")
     check_rope(loaded.model, rope)
     broken = _find_nonfinite_parameter(loaded.model)
     if not alone and dist.is_initialized():
@@ -203,6 +204,17 @@ def load_pretrained(
             f"{key}={path} is damaged: {broken} has values that are not finite", code="not-finite"
         )
     return loaded.model
+
+
+def _dequantizing_options(config: Any) -> dict[str, Any]:
+    """Return the options with which transformers loads a published model in FP8 or MXFP4 as plain weights."""
+    from transformers import FineGrainedFP8Config, Mxfp4Config
+
+    stored = getattr(config, "quantization_config", None) or {}
+    kinds = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+    kind = kinds.get(str(method))
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 def _find_nonfinite_parameter(model: PreTrainedModel) -> str:

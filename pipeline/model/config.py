@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from emo.common.config.recipe import FREE, Section, mark
-from emo.common.io.weights import LARGEST_FACTOR
+from emo.common.context_length import LARGEST_FACTOR
 
 
 class LoraConfig(Section):
@@ -20,7 +20,8 @@ class LoraConfig(Section):
     dropout: float = Field(0.05, ge=0, lt=1)
     """Dropout on the input of the adapters."""
     targets: str | list[str] = "all-linear"
-    """Names of the modules to adapt, or `all-linear` for every linear layer except the output head."""
+    """Names of the modules to adapt, or `all-linear` for every linear layer except the output head and
+    experts."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r, which suits large ranks."""
     use_dora: bool = False

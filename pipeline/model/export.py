@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
+from emo.common.context_length import context_length, rope_type
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
 from emo.common.io.files import reset_modes, write_text
 from emo.common.io.hub import base_of_card
@@ -36,13 +37,11 @@ from emo.common.io.weights import CONFIG as MODEL_CONFIG
 from emo.common.io.weights import (
     NESTED,
     base_of_adapter,
-    context_length,
     downloaded_directory,
     files_with_base,
     has_only_adapter,
     linked_directory,
     load_causal_lm,
-    rope_type,
 )
 from emo.common.provenance import REPOSITORY
 from emo.common.text import markdown, on_one_line, publishable
@@ -271,6 +270,11 @@ def _gather(engine: Engine, tensors: Iterable[ExportedTensor]) -> Iterator[tuple
                 merged = _to_host(tensor.merged(*map(full_values, tensor.parts)))
         if merged is not None:
             yield tensor.name, merged
+
+
+def keeps_logits(model: nn.Module) -> bool:
+    """Return whether a model can compute the logits of some positions only (`logits_to_keep`)."""
+    return "logits_to_keep" in getattr(unwrap(model), "argument_names", ())
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -37,6 +37,10 @@ NOT_ARCHITECTURE = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
+
+
+# Facts in export.json that also hold for the merged model.
+SHARED = ("origin", "template", "template_variables", "reasoning")
 
 
 class Merge(NamedTuple):
@@ -117,7 +121,13 @@ def _architecture(directory: Path) -> dict[str, object]:
         settings: dict[str, object] = load_model_config(directory).to_dict()
     except (OSError, ValueError) as error:
         raise _damaged(directory, error) from None
-    return {key: value for key, value in settings.items() if key not in NOT_ARCHITECTURE}
+    return _without_names(settings)
+
+
+def _without_names(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return settings without those that do not describe the architecture, also in nested ones."""
+    kept = ((key, value) for key, value in settings.items() if key not in NOT_ARCHITECTURE)
+    return {key: _without_names(value) if isinstance(value, dict) else value for key, value in kept}
 
 
 def _damaged(directory: Path, error: Exception) -> UserError:
@@ -186,5 +196,9 @@ def _write_settings(models: Sequence[Path], base: Path | None, merge: Merge, tar
     info: dict[str, object] = {}
     with contextlib.suppress(OSError, ValueError):
         info = read_export_info(models[-1])
+    # The run, step and objective of one of the models are not those of the merged one.
+    info = {
+        key: info[key] for key in ("origin", "template", "template_variables", "reasoning") if key in info
+    }
     facts = merge._asdict() | {"models": [str(model) for model in models], "base": base and str(base)}
     write_text(target / EXPORT_INFO, json.dumps(info | {"merged": facts}, indent=1))

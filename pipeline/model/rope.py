@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from emo.common.context_length import DYNAMIC, MAXIMUM, check_extension, extended_context, rope_type
 from emo.common.errors import UserError
-from emo.common.io.weights import DYNAMIC, MAXIMUM, check_extension, extended_context, rope_type
 
 from .config import ROPE_KEYS, RopeConfig
 from .readers import CONTEXT, GLOBAL, LOCAL, LOCAL_THETA

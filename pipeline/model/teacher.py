@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from emo.common.context_length import context_length
 from emo.common.errors import UserError
 from emo.common.io.files import Hashes
-from emo.common.io.weights import context_length, load_model_config
+from emo.common.io.weights import load_model_config
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.data_prep.shards.format import Manifest
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import logging
 import math
 import statistics
@@ -17,7 +16,7 @@ import numpy as np
 from emo.common.errors import UserError
 
 from ..batches.loader import StepBatch
-from ..control.run_dir import BAD_BATCHES
+from ..control.run_dir import BAD_BATCHES, append_records
 from ..engine.totals import StepTotals
 from .component import Component, RunState
 from .config import MonitorConfig
@@ -113,8 +112,7 @@ class Guard(Component):
         if self.writes:
             rows = self._provenance(batch.rows)
             record = {"step": step, "reason": reason, "loss": repr(loss), "nll": repr(nll), "rows": rows}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append_records(self.path, [record])
 
     def _error(self, problem: str, cure: str) -> str:
         return f"{problem}; its rows are listed in {self.path}; {cure}"

@@ -7,10 +7,8 @@ or is still running.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from emo.common.errors import one_line
@@ -18,13 +16,15 @@ from emo.common.provenance import code_version, library_versions
 from emo.common.text import counted
 
 from ..config import RunConfig
+from ..control.events import log_event
 from ..control.heartbeat import find_late_rank, read_ranks
-from ..control.run_dir import EXPORT, LAUNCHES, read_records
+from ..control.run_dir import EXPORT, LAUNCHES, append_records, read_records
 from ..control.stop import RESUME
 from ..engine.device.devices import device_name, on_gpu
 from ..engine.ds_config import zero_stage
 from ..planning.checks import TrainingRun
-from ..planning.plan import StepPrediction, collect_warnings, domain_rows
+from ..planning.describe import collect_warnings, domain_rows
+from ..planning.setup import StepPrediction
 from .console import Console
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Launch:
         if not records or records[-1].get("event") != "begin":
             return
         if (reason := find_late_rank(self._run_dir)) is not None:
-            _log_event(f"the previous launch failed: {reason}", "failed", reason=reason)
+            log_event(f"the previous launch failed: {reason}", "failed", reason=reason)
             steps = [state.get("step") for state in read_ranks(self._run_dir).values()]
             step = max([records[-1]["step"], *(step for step in steps if isinstance(step, int))])
             self._append("end", step=step, how="failed", reason=reason)
@@ -102,7 +102,7 @@ class Launch:
 
     def log_sample(self, step: int, text: str) -> None:
         """Log how the model continued the first prompt."""
-        _log_event(f"step {step:,}  sample: {one_line(text[:100])}", "sample", step=step, text=text)
+        log_event(f"step {step:,}  sample: {one_line(text[:100])}", "sample", step=step, text=text)
 
     def log_stopping(self, step: int, reason: str | None) -> None:
         """Log that all ranks stop after `step`. If `reason` is None, an error follows."""
@@ -110,7 +110,7 @@ class Launch:
         self.reason = reason
         if reason is not None:
             text = f"stopping after step {step:,} ({reason}): saving"
-            _log_event(text, "stopping", step=step, reason=reason)
+            log_event(text, "stopping", step=step, reason=reason)
 
     def log_end(self, step: int, finished: bool) -> None:
         """Log how the run ended. Called when everything is written."""
@@ -118,10 +118,10 @@ class Launch:
         export = str(self._run_dir / EXPORT)
         if finished:
             text = f"finished after {counted(step, 'step')}; export: {export}"
-            _log_event(text, "finished", step=step, export=export)
+            log_event(text, "finished", step=step, export=export)
         else:
             text = f"stopped after step {step:,} and saved ({self.reason}); {RESUME}"
-            _log_event(text, "stopped", step=step, reason=self.reason)
+            log_event(text, "stopped", step=step, reason=self.reason)
 
     def record_end(self, outcome: str, step: int) -> None:
         """Record the outcome (finished, stopped or failed) and the last step (0 if no step was taken)."""
@@ -130,16 +130,4 @@ class Launch:
                 self._append("end", step=max(step, self._step), how=outcome, reason=self.reason)
 
     def _append(self, event: str, **fields: object) -> None:
-        append(self._run_dir / LAUNCHES, {"event": event, "time": time.time(), **fields})
-
-
-def _log_event(line: str, event: str, **fields: object) -> None:
-    log.info("%s", line, extra={"event_fields": {"event": event, **fields}})
-
-
-def append(path: Path, record: Mapping[str, object]) -> None:
-    """Append a record to a file of JSON lines, whose last line may be incomplete after a crash."""
-    with path.open("a+b") as file:
-        file.seek(max(0, file.tell() - 1))
-        torn = file.read(1) not in (b"", b"\n")
-        file.write(b"\n" * torn + json.dumps(record, allow_nan=False).encode() + b"\n")
+        append_records(self._run_dir / LAUNCHES, [{"event": event, "time": time.time(), **fields}])

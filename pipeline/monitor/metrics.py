@@ -47,6 +47,7 @@ class Window:
     skipped: int = 0
     tokens: int = 0  # supervised tokens of all steps
     applied_tokens: float = 0  # weight of the tokens of the steps that updated the model, for means
+    data_tokens: float = 0  # those of them that are from the data, for means of `nll`, `demd` and domains
     loss: float = 0.0
     nll: float = 0.0
     demd: float = 0.0
@@ -62,8 +63,8 @@ class Window:
     domains: list[list[float]] = field(default_factory=list)
     domain_tokens: list[float] = field(default_factory=list)
 
-    def add(self, totals: StepTotals, seconds: float) -> None:
-        """Count one step, which took `seconds`."""
+    def add(self, totals: StepTotals, seconds: float, written: bool = False) -> None:
+        """Count one step, which took `seconds`. written: whether the model wrote its text."""
         self.steps += 1
         self.tokens += totals.tokens
         self.seconds += seconds
@@ -74,19 +75,22 @@ class Window:
             return
         self.applied_tokens += totals.divisor
         self.loss += totals.loss
-        self.nll += totals.nll
-        self.demd += totals.demd
         self.divergence += totals.divergence
         self.norm += totals.grad_norm
         self.largest_norm = max(self.largest_norm, totals.grad_norm)
         self.weights = _add_lists(self.weights, totals.weights)
+        if written:  # its NLL is the entropy of the model
+            return
+        self.data_tokens += totals.divisor
+        self.nll += totals.nll
+        self.demd += totals.demd
         self.domains = [_add_lists(*two) for two in zip(self.domains, totals.domains, strict=True)]
 
     def record(self, domains: Sequence[str]) -> dict[str, object]:
         """Return means over the window, also of each domain if there are several."""
         applied = self.steps - self.skipped
         record: dict[str, object] = {
-            **means_per_token(self, self.applied_tokens),
+            **means_per_token(self, self.applied_tokens, self.data_tokens),
             "grad_norm": _mean(self.norm, applied),
             "grad_norm_max": self.largest_norm if applied else math.nan,
             "skipped": self.skipped,
@@ -173,7 +177,7 @@ class Metrics(Component):
             self._window.written += batch.written.tokens
             self._window.writing_seconds += batch.written.seconds
         now = self._clock()
-        self._window.add(totals, now - self._mark)
+        self._window.add(totals, now - self._mark, batch.written is not None)
         self._stragglers.add(totals.seconds)
         loss = _mean(self._window.loss, self._window.applied_tokens)  # as the next record will have it
         self._progress.count(state.step, now - self._mark, self._paused, totals.tokens, loss)
@@ -275,14 +279,17 @@ class Metrics(Component):
             self._warned = True
 
 
-def means_per_token(totals: Window | StepTotals, tokens: float) -> dict[str, float]:
-    """Return losses per supervised token."""
-    nll = _mean(totals.nll, tokens)
+def means_per_token(
+    totals: Window | StepTotals, tokens: float, data_tokens: float | None = None
+) -> dict[str, float]:
+    """Return losses per supervised token. data_tokens: those from the data, if there are others."""
+    data_tokens = tokens if data_tokens is None else data_tokens
+    nll = _mean(totals.nll, data_tokens)
     means = {
         "loss": _mean(totals.loss, tokens),
         "nll": nll,
         "perplexity": math.exp(min(nll, 100.0)),
-        "demd": _mean(totals.demd, tokens),
+        "demd": _mean(totals.demd, data_tokens),
     }
     if not math.isnan(totals.divergence):
         means["divergence"] = _mean(totals.divergence, tokens)

@@ -323,11 +323,19 @@ class FusedCausalLM:
             inputs.pop("position_ids", None)
         if self.body_arguments is not None:
             inputs = {k: v for k, v in inputs.items() if k in self.body_arguments}
-        hidden = model.base_model(**{"use_cache": False, **inputs})[0]
+        hidden = body_of(model)(**{"use_cache": False, **inputs})[0]
         head = model.get_output_embeddings()
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(head.weight.dtype)  # some families keep their residuals in float32
         return hidden
+
+
+def body_of(model: Any) -> Any:
+    """Return the part of a causal LM before its head, or the model itself if it is not separate.
+
+    Llama 4 and mllama name their body `model`, but transformers looks for another name.
+    """
+    return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 
 def require_plain_head(model: Any) -> None:
@@ -371,12 +379,13 @@ def fuse_model(
     original: Any = vars(type(model)).get("original_class", type(model))
     head = model.get_output_embeddings()
     require_plain_head(model)
-    if not isinstance(head, nn.Linear) or model.base_model is model:
+    body = body_of(model)
+    if not isinstance(head, nn.Linear) or body is model:
         raise UserError(f"{original.__name__} has no separate linear output head", code="needs-head")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         warnings.warn("config.output_router_logits: the fused loss has no auxiliary loss", stacklevel=2)
     fuse_head(head, objective, cost, **head_options(model.config) | options)
-    accepted = inspect.signature(model.base_model.forward).parameters
+    accepted = inspect.signature(body.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     attributes = {
         "__module__": original.__module__,

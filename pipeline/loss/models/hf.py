@@ -72,6 +72,7 @@ def loss_function(
     """Return a `compute_loss_func(outputs, labels, num_items_in_batch=None)` for Trainer and TRL.
 
     The loss, in nats, is the sum over predicted tokens divided by `num_items_in_batch`, or by their number.
+    It raises UserError for a model that also returns the loss of its router, which would not be trained.
 
     Args:
         objective: A name, or an Objective without schedule and teacher.
@@ -82,6 +83,9 @@ def loss_function(
     resolved = _resolve_for_logits(objective, params)
 
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        if getattr(outputs, "aux_loss", None) is not None:
+            problem = "the model returns the auxiliary loss of its router, which this loss does not include"
+            raise UserError(f"{problem}. Set output_router_logits=False in its config", code="router-loss")
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
         sums = logits_loss(logits, shift_left(labels), resolved, cost, **options)
         return sums.loss / _divisor(sums.tokens if num_items_in_batch is None else num_items_in_batch)

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from emo.common.context_length import context_length
 from emo.common.errors import UserError, one_line
-from emo.common.io.weights import context_length
 
 from ..objectives import get_objective
 from .head import packing_problem, uses_segments

@@ -68,11 +68,8 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
             f"needs a teacher. {cure}" if objective.divergences else "has none: remove objective.teacher"
         )
         raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
-    judging = [weight for part, weight in pairs if part.divergences]
-    if chosen.on_policy is not None and judging and all(isinstance(weight, Spaced) for weight in judging):
-        problem = "objective.sum: all divergences have a share, so steps with generated text may have no loss"
-        cure = "Remove one share, because on_policy.share chooses the steps"
-        raise UserError(f"{problem}. {cure}", code="sum-part")
+    if chosen.on_policy is not None and pairs:
+        _check_parts_of_steps(pairs, as_schedule(chosen.on_policy.share))
     has_scores = isinstance(teacher, TeacherConfig) and teacher.scores
     if has_scores and any(comparison.needs_costs for _, comparison in objective.divergences):
         problem = "needs all probabilities of its teacher, but only the largest ones are stored"
@@ -87,7 +84,51 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
         raise UserError(
             f"objective {objective.name} reads no scores. Remove objective.scores.", code="needs-stored"
         )
+    _check_measured(config, objective)
     return objective
+
+
+def _check_measured(config: RunConfig, objective: Objective) -> None:
+    """Raise UserError if a checkpoint would be chosen by a number that is not measured or not comparable."""
+    stopping = config.train.early_stopping
+    metrics = [config.train.keep_best, None if stopping is None else stopping.metric]
+    chosen = next((metric for metric in metrics if metric and metric.rpartition("/")[2] == "demd"), None)
+    if any(metric and metric.rpartition("/")[2] == "loss" for metric in metrics) and _weights_change(config):
+        problem = "a weight of objective.sum changes, so losses of different steps cannot be compared"
+        raise UserError(f"{problem}. Choose nll instead of loss", code="not-measured")
+    if chosen and not (objective.needs_cost or _has_own_costs(config)):
+        problem = f"{chosen} is not measured with a new model and objective.name={objective.name}"
+        raise UserError(f"{problem}. Set objective.cost to a model, or choose nll", code="not-measured")
+
+
+def _weights_change(config: RunConfig) -> bool:
+    """Return whether the objective that validation measures changes during the run."""
+    weights = _weights(config)
+    shares = [w.share for w in weights if isinstance(w, Spaced)]
+    ramps = [w.weight if isinstance(w, Spaced) else w for w in weights]
+    return any(isinstance(w, Ramp) for w in ramps) or any(s.first != s.last for s in shares)
+
+
+def _has_own_costs(config: RunConfig) -> bool:
+    """Return whether costs do not come from the initial weights of a new model, which mean nothing."""
+    return config.objective.cost not in ("pretrained", "permuted") or config.model.path is not None
+
+
+def _check_parts_of_steps(pairs: Sequence[tuple[Objective, Weight]], generated: Ramp) -> None:
+    """Raise UserError if a part of a sum would never train, or steps with generated text had no loss."""
+    judging = [weight for part, weight in pairs if part.divergences]
+    others = [(part.name, weight) for part, weight in pairs if not part.divergences]
+    problem = ""
+    if judging and all(isinstance(weight, Spaced) for weight in judging):
+        problem = "all divergences have a share, so steps with generated text may have no loss. "
+        problem += "Remove one share, because on_policy.share chooses the steps"
+    elif others and min(generated.first, generated.last) == 1:
+        problem = f"{others[0][0]} needs text from the data, but on_policy.share is 1. Lower it"
+    elif spaced := [name for name, weight in others if isinstance(weight, Spaced)]:
+        problem = f"{spaced[0]} pauses in steps with generated text, which may be all steps of its share. "
+        problem += "Remove its share, because on_policy.share chooses the steps"
+    if problem:
+        raise UserError(f"objective.sum: {problem}", code="sum-part")
 
 
 def judged_objective(config: RunConfig) -> Objective:
@@ -126,7 +167,7 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
         cost = number_cost(pieces, vocab_size)
     elif kind not in ("pretrained", "permuted"):
         cost = load_cost(kind, vocab_size)
-    elif config.model.path is not None or objective.needs_cost:
+    elif objective.needs_cost or _has_own_costs(config):
         source, revision = config.initial_weights()
         cost = load_cost(source, vocab_size, revision=revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost

@@ -42,17 +42,15 @@ def find_bases(config: RunConfig, engine: Engine, sets: dict[str, Batches], step
 
     At step 0 the model is the base. If the base is not kept in memory, its predictions are stored then.
     """
-    k = config.train.kl_from_base
-    live = config.holds_base
-    if k == 0 or (k is None and not live):
+    if not config.measures_kl:
         return {}
-    if live:
+    if config.holds_base:
         return dict.fromkeys(sets, lambda rows: {FROM_BASE: True})
     bases: dict[str, Base] = {}
     for name, validation in sets.items():
         scores = BaseScores(config.output_dir / VALIDATION / name, validation)
         if step == 0:
-            scores.store(engine, k or 0, config.train.eval_rows)
+            scores.store(engine, config.train.kl_from_base or 0, config.train.eval_rows)
         if scores.open(engine.world, config.train.eval_rows):
             bases[name] = scores.inputs
         else:

@@ -5,7 +5,6 @@ Decoding is greedy, so that differences between two checkpoints come from the mo
 
 from __future__ import annotations
 
-import json
 from itertools import takewhile
 from typing import Any
 
@@ -17,9 +16,9 @@ from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.shards.format import read_manifest
 
 from ...config import RunConfig
-from ...control.run_dir import SAMPLES, drop_records
+from ...control.run_dir import SAMPLES, append_records, drop_records
 from ...engine.engine import Engine
-from ...model.export import unwrap
+from ...model.export import keeps_logits
 from ..component import Component, RunState
 from ..launches import Launch
 
@@ -72,8 +71,7 @@ class Samples(Component):
             before, full = (self._tokenizer.decode(i, skip_special_tokens=True) for i in (ids, ids + new))
             text = full[len(before) :]
             records.append({"step": state.step, "tokens": state.tokens, "prompt": prompt, "text": text})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        append_records(self._path, records)
         self._launch.log_sample(state.step, f"{records[0]['prompt']}{records[0]['text']}")
 
     @torch.no_grad()
@@ -91,7 +89,7 @@ class Samples(Component):
         ids = lengths.new_zeros((len(lengths), longest + self._tokens))
         for row, prompt in enumerate(self._ids):
             ids[row, : len(prompt)] = torch.tensor(prompt)
-        keeps = "logits_to_keep" in getattr(unwrap(engine.model), "argument_names", ())
+        keeps = keeps_logits(engine.model)
         engine.ds.eval()
         with torch.compiler.set_stance("force_eager"):  # the length differs at every pass
             for last in range(longest - 1, longest - 1 + self._tokens):  # position in the longest row

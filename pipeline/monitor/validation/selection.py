@@ -38,6 +38,7 @@ class Selection(Component):
         self.best: Best | None = None
         self._lowest = math.inf
         self._waited = 0
+        self._tokens: dict[str, int] | None = None  # by validation set, of the last validation
 
     @property
     def exhausted(self) -> bool:
@@ -46,6 +47,10 @@ class Selection(Component):
 
     def compare(self, step: int, measured: Mapping[str, StepTotals]) -> bool:
         """Take note of a validation after `step` steps. Return whether its checkpoint is now the best one."""
+        tokens = {name: totals.tokens for name, totals in measured.items()}
+        if self._tokens not in (None, tokens):
+            self._forget_values(step)
+        self._tokens = tokens
         if self._stopping is not None and not self._stops_by_task:
             value = read_metric(measured, self._stopping.metric)
             improved = value < self._lowest
@@ -57,10 +62,17 @@ class Selection(Component):
         if self._metric is None or self._by_task or not step:  # before the first step there is no checkpoint
             return False
         value = read_metric(measured, self._metric)
-        improved = not math.isnan(value) and (self.best is None or value < self.best.value)
+        improved = math.isfinite(value) and (self.best is None or value < self.best.value)
         if improved:
             self.best = Best(step, self._metric, value)
         return improved
+
+    def _forget_values(self, step: int) -> None:
+        """Forget values that were measured on other rows, because they cannot be compared with new ones."""
+        log.warning("step %d: validation reads other rows than before, so earlier values do not count", step)
+        self._lowest = math.inf
+        self._waited = 0 if not self._stops_by_task else self._waited
+        self.best = self.best if self._by_task else None
 
     def take_scores(self, step: int, final: bool = False) -> None:
         """Take the scores of tasks that have arrived by the save point of `step`. All ranks must call.
@@ -86,7 +98,7 @@ class Selection(Component):
             self.scores.forget(self._metric)
 
     def state_dict(self) -> dict[str, object]:
-        state: dict[str, object] = {"best": self.best}
+        state: dict[str, object] = {"best": self.best, "tokens": self._tokens}
         if self.scores.tasks:
             state["scores"] = self.scores.state_dict()
         if self._stopping is not None:
@@ -95,6 +107,7 @@ class Selection(Component):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._tokens = state.get("tokens")
         if state["best"] is not None and state["best"][1] == self._metric:
             self.best = Best(*state["best"])
         self.scores.load_state_dict(state.get("scores", {}))

@@ -7,7 +7,6 @@ the same save points.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from ...control.run_dir import (
     SELECTION,
     TASK_SCORES,
     Best,
+    append_records,
     checkpoint_digest,
     checkpoints,
     read_records,
@@ -136,8 +136,7 @@ class TaskScores:
                 return [Score(*score) for score in record["taken"]]
         taken = [score for task in self.tasks for score in self._find_new(task, step)]
         try:
-            with (self._run_dir / SELECTION).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(point | {"taken": taken}) + "\n")
+            append_records(self._run_dir / SELECTION, [point | {"taken": taken}])
         except OSError as error:
             problem = f"{self._run_dir / SELECTION} cannot be written ({one_line(error, 120)})"
             raise FailureError(problem, code="save-failed") from None

@@ -26,8 +26,8 @@ from emo.pipeline.control.run_dir import (
     CONFIG,
     STATE,
     TRUNK,
+    checkpoint_files,
     hash_files,
-    list_files,
     partial_directory,
 )
 from emo.pipeline.engine.snapshots import STATE_CLASSES, only_data
@@ -187,7 +187,7 @@ def write_checkpoint(run_dir: Path, state: dict) -> Path:
     partial = partial_directory(run_dir, 3)
     partial.mkdir(parents=True)
     (partial / STATE).write_text(json.dumps(state))
-    checkpoint.write_complete(partial, hash_files(partial, list_files(partial)))
+    checkpoint.write_complete(partial, hash_files(partial, checkpoint_files(partial)))
     return checkpoint.publish(run_dir, 3)
 
 

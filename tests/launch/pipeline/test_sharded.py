@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 from emo.pipeline.batches.config import Batch
 from emo.pipeline.config import load_config
 from emo.pipeline.loss.objectives import get_objective
-from emo.pipeline.planning.plan import setup_of
+from emo.pipeline.planning.setup import setup_of
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.loss_reference import relative_error

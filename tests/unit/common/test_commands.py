@@ -17,7 +17,7 @@ import emo.pipeline.control.stop
 from emo.__main__ import COMMANDS, main
 from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import DiskFullError, ExitCode, FailureError, UserError, exit_code_of
-from emo.common.io.weights import explain_hub_error
+from emo.common.io.hub import explain_hub_error
 from emo.eval.icl.tasks import known_tasks
 from tests.conftest import REPO
 from tests.helpers.parsers import all_parsers

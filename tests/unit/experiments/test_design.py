@@ -15,6 +15,7 @@ from emo.experiments.cli import main
 from emo.experiments.sweeps.checks import check_runs
 from emo.experiments.sweeps.design import choose_runs, expand, find_trials, read_experiment
 from emo.experiments.sweeps.sweep import Sweep
+from tests.helpers.refusals import refused
 from tests.helpers.sweeping import opened, small_recipe, sweep
 
 AXES = {
@@ -158,6 +159,10 @@ def test_decisive_metrics_must_be_measured(tmp_path: Path) -> None:
         front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"} | {metric: "leters"}
         with pytest.raises(UserError, match=r"no measure reads leters.*letters"):
             check_runs(small_sweep(tmp_path, {}, fronts={"letters": front}), local=False)
+    choice = {"axis": "lr", "by": "validation_kl_from_base"}
+    chosen = opened(sweep(tmp_path, small_recipe(tmp_path), axes=AXES, questions={}, choose=choice))
+    with refused("not-measured"):
+        check_runs(chosen, local=False)
     prediction = {"text": "Is it predicted?", "by": "validation_nll", "of": "leters"}
     with pytest.raises(UserError, match=r"no measure reads leters.*letters"):
         check_runs(small_sweep(tmp_path, {}, predictions={"letters": prediction}), local=False)

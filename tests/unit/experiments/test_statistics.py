@@ -72,6 +72,16 @@ def test_yes_needs_all_comparisons_and_no_needs_one(shifts: tuple[float, float],
     assert any((result["low"], result["high"]) == pytest.approx((i.low, i.high)) for i in intervals)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_missing_value_leaves_the_numbers_of_a_refutation(order: int) -> None:
+    ours, better, missing = [1.0, 1.1, 0.9], [0.5, 0.62, 0.38], [1.0, math.nan, 1.0]
+    others = [better, missing][::order]
+    result = paired_verdict(ours, others, least=True)
+    assert result["answer"] == "no" and result["effect"] == pytest.approx(-0.5)
+    undecided = paired_verdict(ours, [[2.0, 2.12, 1.88], missing][::order], least=True)
+    assert undecided["answer"] == "undecided" and math.isnan(undecided["effect"])
+
+
 def assert_interval_of(result: dict[str, Any], units: np.ndarray) -> None:
     """Assert that the verdict has the interval of these independent gains."""
     interval = stats.ttest_1samp(units, 0.0).confidence_interval()

@@ -307,6 +307,16 @@ def test_heads_that_cannot_be_fused_raise() -> None:
         fuse_model(family("mixtral", output_router_logits=True), get_objective("mle"))
 
 
+@pytest.mark.parametrize("name", ["llama4_text"])
+def test_a_body_that_transformers_does_not_find_is_fused(name: str) -> None:
+    model = family(name)
+    ids = torch.arange(24).view(2, 12) % VOCAB
+    logits = model(input_ids=ids, use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
+    fuse_model(model, get_objective("mle"))
+    assert float(model(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_fusing_twice_and_positional_arguments() -> None:
     """The last call decides. Positional arguments follow the signature of the model."""
     model = fused("llama")

@@ -29,10 +29,10 @@ from emo.pipeline.control.run_dir import (
     CONFIG,
     HEARTBEAT,
     STATE,
+    checkpoint_files,
     checkpoint_problem,
     checkpoints,
     hash_files,
-    list_files,
     partial_directory,
     step_of,
 )
@@ -48,7 +48,7 @@ def write(run_dir: Path, step: int) -> Path:
     (partial / "state").mkdir(parents=True)
     for name, content in FILES.items():
         (partial / name).write_bytes(content)
-    checkpoint.write_complete(partial, hash_files(partial, list_files(partial)))
+    checkpoint.write_complete(partial, hash_files(partial, checkpoint_files(partial)))
     return checkpoint.publish(run_dir, step)
 
 
@@ -175,7 +175,8 @@ def test_the_last_part_completes_a_copy(tmp_path: Path, target: str) -> None:
     assert copy.checkpoints() == [source.name]
     copy.fetch(source.name, tmp_path / "fetched", [*FILES, COMPLETE, "missing"])
     assert (
-        list_files(tmp_path / "fetched") == sorted(FILES) and checkpoint_problem(tmp_path / "fetched") is None
+        checkpoint_files(tmp_path / "fetched") == sorted(FILES)
+        and checkpoint_problem(tmp_path / "fetched") is None
     )
     assert len(store.list_files("")) == len(FILES) + 1
 
@@ -203,6 +204,14 @@ def test_a_launch_continues_the_copies_of_the_previous_one(tmp_path: Path) -> No
     uploads.wake()
     wait_for_uploads(uploads)
     assert uploads.find_missing() == [] and steps_in(target) == [1, 2]
+
+
+def test_the_copies_of_a_finished_run_are_completed(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "copies"
+    for step in (1, 2):
+        write(run, step)
+    copies.finish_copies(run, str(target))
+    assert steps_in(target) == [1, 2]
 
 
 def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, target: str) -> None:

@@ -39,7 +39,7 @@ from emo.pipeline.engine.ds_config import (
 from emo.pipeline.engine.schedule import lr_at
 from emo.pipeline.loss import get_objective
 from emo.pipeline.model.objective.config import ObjectiveConfig
-from emo.pipeline.planning.plan import setup_of
+from emo.pipeline.planning.setup import setup_of
 from tests.conftest import REPO
 from tests.helpers.families import family
 from tests.helpers.refusals import refused

@@ -66,6 +66,8 @@ def test_names_and_rope_of_every_family(name: str, tmp_path: Path) -> None:
 
 
 SETTINGS = {"padding_side": "left", "model_max_length": 256, "model_input_names": ["input_ids"]}
+# Tokens that processors of images find by their role, as version 5 of transformers stores them.
+SETTINGS |= {"model_specific_special_tokens": {"image_token": "<|im_start|>", "boi_token": "<gone>"}}
 ROLES = ["<|im_start|>", "<|im_end|>"]
 
 
@@ -111,6 +113,8 @@ def test_all_files_of_an_export_name_the_end_of_a_turn(chats: DataConfig, tmp_pa
     assert read.model_input_names == ["input_ids"]
     config = json.loads((export / "tokenizer_config.json").read_text())
     assert config["additional_special_tokens"] == ROLES
+    assert config["extra_special_tokens"] == {"image_token": "<|im_start|>"}
+    assert read.image_token == "<|im_start|>" and read.image_token_id == end - 1
     assert (export / "tokenizer.model").read_bytes() == (chats.root / "base/tokenizer.model").read_bytes()
     assert json.loads((export / "added_tokens.json").read_text()) == {ROLES[0]: end - 1, ROLES[1]: end}
 

@@ -166,6 +166,13 @@ def test_emo_loss_module() -> None:
     all_ignored.backward()
 
 
+def test_a_router_loss_that_would_not_be_trained_raises() -> None:
+    model = family("mixtral", output_router_logits=True)
+    ids = torch.arange(12)[None]
+    with refused("router-loss"):
+        loss_function("mle")(model(input_ids=ids), ids)
+
+
 def test_labels_that_are_shifted_already_raise() -> None:
     """The first call detects labels that were shifted before, with or without ignored ones."""
     model = tiny_llama(VOCAB)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from emo.data_prep.shards.format import TokenDataset
 from emo.pipeline.cli import main
-from emo.pipeline.model.merging import Merge, merge_tensors
+from emo.pipeline.model.merging import Merge, _without_names, merge_tensors
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.launching import tiny_recipe
 
@@ -141,6 +141,13 @@ def test_a_file_may_repeat_a_tied_embedding(tmp_path: Path) -> None:
         out = tmp_path / f"out{number}"
         assert merge(order, out) == 0
         assert weights(out).keys() == weights(tuned).keys()
+
+
+def test_dtypes_of_nested_settings_do_not_matter() -> None:
+    """transformers writes a dtype into the settings of text and images, which published files lack."""
+    nested = {"text_config": {"dtype": "bfloat16", "layers": 2}, "dtype": "bfloat16", "size": 1}
+    plain = {"text_config": {"dtype": None, "layers": 2}, "size": 1}
+    assert _without_names(nested) == _without_names(plain) == {"text_config": {"layers": 2}, "size": 1}
 
 
 def test_models_of_another_architecture_are_rejected(

@@ -166,6 +166,19 @@ def test_an_adapted_head_is_rejected_in_a_recipe() -> None:
         add_lora(family("llama"), model_section(lora={"r": 2, "targets": ["lm_head"]}), 0)
 
 
+def test_adapters_leave_experts_out() -> None:
+    """Their weights are stacked, and PEFT's adapters for those allow no dropout and cannot be merged."""
+    model = family("qwen3_moe")
+    add_lora(model, model_section(lora={"r": 2}), 0)
+    names = [name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name]
+    assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for dropout in (0.0, 0.05):
+        settings = {"r": 2, "dropout": dropout, "targets": r".*\.(q|gate|up|down)_proj"}
+        with refused("lora-targets") as error:
+            add_lora(family("qwen3_moe"), model_section(lora=settings), 0)
+        assert "experts" in str(error.value)
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "v_prj"], "all_linear", "("])
 def test_adapters_on_unknown_layers_are_rejected(targets: str | list[str]) -> None:
     with pytest.raises(UserError, match=r"model\.lora\.targets"):

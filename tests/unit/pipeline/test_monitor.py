@@ -103,6 +103,21 @@ def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     assert not any(key.startswith("weight") for key in second), "the weights of MLE are all 1"
 
 
+def test_text_that_the_model_writes_is_not_in_the_nll_of_the_data(tmp_path: Path) -> None:
+    facts = RunFacts(domains=DOMAINS)
+    metrics = reporter(tmp_path, facts=facts, logging_steps=2)
+    parts = DomainTotals(10, 30.0, 40.0), DomainTotals(0, 0.0, 0.0)
+    for step, batch in enumerate([BATCH, WRITTEN, WRITTEN, WRITTEN], 1):
+        nll = 2.0 if batch.written else 40.0
+        totals = StepTotals(30.0, nll, nll, 10, False, grad_norm=1.0, domains=parts)
+        metrics.after_step(RunState(10, step=step), batch, totals)
+    metrics.close()
+    mixed, written = read_metrics(tmp_path)
+    assert (mixed["loss"], mixed["nll"], mixed["demd"]) == (3.0, 4.0, 4.0)
+    assert (written["loss"], written["nll"], written["demd"]) == (3.0, None, None)
+    assert (mixed["domains"]["home"]["nll"], written["domains"]["home"]["nll"]) == (4.0, None)
+
+
 def test_the_glossary_explains_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emo.pipeline.monitor.metrics.on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
@@ -125,7 +140,7 @@ def test_the_glossary_explains_every_key(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_glossary_explains_every_event() -> None:
     files = [*(REPO / "pipeline").rglob("*.py"), REPO / "launch" / "rank.py"]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
-    found = re.findall(r'"event": "(\w+)"|(?:_log_event|\.event)\([^\n]*?, "(\w+)"', text)
+    found = re.findall(r'"event": "(\w+)"|(?:\blog_event|\.event)\([^\n]*?, "(\w+)"', text)
     assert {name for pair in found for name in pair if name} == glossary.EVENTS.keys()
 
 

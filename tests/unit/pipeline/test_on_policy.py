@@ -136,9 +136,9 @@ def test_a_special_token_at_the_end_of_an_answer_ends_texts() -> None:
     bounds, _ = segments(torch.arange(12).repeat(2, 1))
     prompts = find_prompts({"input_ids": ids, BOUNDS: bounds, "labels": plan_tokens(labels)})
     assert [p.last for p in prompts] == [4, 18]
-    assert find_end_tokens(prompts, 0, {4, 10}).tolist() == [[0, 4], [0, -1]]
-    assert find_end_tokens(prompts, None, ()).tolist() == [[-1, -1], [-1, -1]]
-    assert find_end_tokens([], 7, ()).tolist() == [[7, -1]]  # for the text of a rank without prompts
+    assert find_end_tokens(prompts, [0], {4, 10}).tolist() == [[0, 4], [0, -1]]
+    assert find_end_tokens(prompts, [], ()).tolist() == [[-1], [-1]]
+    assert find_end_tokens([], [7, 9], ()).tolist() == [[7, 9, -1]]  # for the text of a rank without prompts
 
 
 def test_repacked_rows_leave_out_documents_that_do_not_fit() -> None:

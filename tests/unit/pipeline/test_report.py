@@ -22,6 +22,7 @@ from emo.common.errors import ExitCode
 from emo.common.report.numbers import DASH, MINUS
 from emo.pipeline import cli
 from emo.pipeline.control import run_dir
+from emo.pipeline.control.run_dir import append_records
 from emo.pipeline.monitor.console import Console
 from emo.pipeline.monitor.documents import (
     FEWEST,
@@ -30,7 +31,6 @@ from emo.pipeline.monitor.documents import (
     compute_change,
     write_documents,
 )
-from emo.pipeline.monitor.launches import append
 from emo.pipeline.report.page import build_run_report
 from emo.pipeline.report.runs import KILLED, RecordedRun, read_runs, regressions
 from tests.conftest import REPO
@@ -143,10 +143,10 @@ def make_run(directory: Path, steps: int = 40, **facts: Any) -> Path:
     config = {"model": {"path": "some/model"}, "objective": {"name": "emo"}, "train": {"learning_rate": 1e-3}}
     (directory / run_dir.CONFIG).write_text(yaml.safe_dump(config))
     for step in range(10, steps + 1, 10):
-        append(directory / run_dir.METRICS, train_record(step))
+        append_records(directory / run_dir.METRICS, [train_record(step)])
     begin = {"event": "begin", "time": 1.7e9, "step": 0, "steps": 100, "ranks": 2, "hosts": 1}
     begin |= {"device": "CPU", "batch": 8, "block": 256, "planned": None}
-    append(directory / run_dir.LAUNCHES, begin | facts)
+    append_records(directory / run_dir.LAUNCHES, [begin | facts])
     return directory
 
 
@@ -159,7 +159,7 @@ def write_validation(
         write_documents(run, name, step, Documents("set", tokens * (nll + noise - noise.mean()), tokens))
         record = {"step": step, "tokens": 1000 * step, "set": name, "validation_nll": nll}
         record |= others
-        append(run / run_dir.METRICS, record)
+        append_records(run / run_dir.METRICS, [record])
 
 
 @pytest.fixture
@@ -186,9 +186,11 @@ def test_states_and_launches(tmp_path: Path) -> None:
         assert RecordedRun(run).state == expected
     with (run / run_dir.LAUNCHES).open("a") as file:
         file.write('{"event": "begin", "step": 2')
-    append(run / run_dir.LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 30, "steps": 100, "ranks": 4})
+    append_records(
+        run / run_dir.LAUNCHES, [{"event": "begin", "time": 1.7e9, "step": 30, "steps": 100, "ranks": 4}]
+    )
     end = {"event": "end", "time": 1.7e9, "step": 43, "how": "stopped", "reason": "SIGTERM"}
-    append(run / run_dir.LAUNCHES, end)
+    append_records(run / run_dir.LAUNCHES, [end])
     with (run / run_dir.METRICS).open("a") as file:
         file.write('{"step": 40, "loss": "high"}\nnot json\n{"st')
     text, page = render(run)
@@ -259,7 +261,7 @@ def test_verdicts_without_a_pair_of_measurements(tmp_path: Path) -> None:
         write_validation(run, name, dict.fromkeys(steps, 1.0))
     (run / run_dir.VALIDATION / "lost" / "step-000000.npz").unlink()
     write_validation(run, "short", {0: 3.0, 40: 2.0}, tokens=np.full(4, 10_000))
-    append(run / run_dir.METRICS, {"step": 40, "set": "../../up", "validation_nll": 1.0})
+    append_records(run / run_dir.METRICS, [{"step": 40, "set": "../../up", "validation_nll": 1.0}])
     _, page = render(run)
     assert {row["Held-out set"]: row["Verdict"] for row in page.table("Held-out set", "Verdict")} == {
         "lost": "not comparable", "late": "not measured at step 0", "short": "too few documents",
@@ -305,8 +307,8 @@ def test_files_that_another_program_damaged_are_remarks(tmp_path: Path, content:
     run = make_run(tmp_path / "run")
     write_validation(run, "news", {0: 3.0, 40: 2.5})
     (run / run_dir.CONFIG).write_text(content)
-    append(run / run_dir.LAUNCHES, {"time": 1, "step": 3})
-    append(run / run_dir.METRICS, train_record(50, tokens="x"))
+    append_records(run / run_dir.LAUNCHES, [{"time": 1, "step": 3}])
+    append_records(run / run_dir.METRICS, [train_record(50, tokens="x")])
     text, _ = render(run)
     assert ("cannot be read" in text) == (content != "model:")
 

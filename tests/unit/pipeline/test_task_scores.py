@@ -71,8 +71,8 @@ def test_only_comparable_scores_of_existing_weights_count(run_dir: Path) -> None
     complete(run_dir, 2, 4)
     score(run_dir, 2, 0.5)
     score(run_dir, 4, 0.9)
-    score(run_dir, 4, float("nan"))
     with (run_dir / "task_scores.jsonl").open("a") as file:
+        file.write('{"step": 4, "checkpoint": "", "task": "sst2", "value": NaN, "setting": "a"}\n')
         file.write('{"step": 2, "task": "sst2", "val')
     (run_dir / "step-000004/COMPLETE").write_text('{"files": {"other": 4}}')  # trained again
     selection.take_scores(4)
