@@ -144,7 +144,7 @@ def measure_recipe_fit(config: RunConfig, text: TokenDataset) -> float:
 
     hf_config = model_config(config.model)
     check_fits(hf_config, config.model, text.manifest)
-    cost = load_losses(config, get_objective("emo"), hf_config.vocab_size).cost
+    cost = load_losses(config, get_objective("emo"), hf_config.get_text_config().vocab_size).cost
     if not isinstance(cost, CostEmbedding):
         problem = f"objective.cost={config.objective.cost} is not known before training"
         raise UserError(problem, code="live-cost")
@@ -166,7 +166,7 @@ def _predict(model: Any, text: TokenDataset) -> tuple[Tensor, Tensor]:
         arrays = {key: torch.from_numpy(array) for key, array in text.batch(np.array([row])).items()}
         inputs = {key: arrays[key].to(model.device) for key in ("input_ids", "position_ids")}
         with torch.no_grad():
-            logits = model(**inputs).logits[0].float().cpu()
+            logits = model(**inputs, use_cache=False).logits[0].float().cpu()
         labels = arrays["labels"][0]
         supervised = labels != IGNORE
         probabilities.append(logits[supervised].softmax(-1))

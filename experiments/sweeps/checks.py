@@ -18,7 +18,7 @@ from emo.pipeline.batches.config import solve_batch
 from emo.pipeline.config import RunConfig
 from emo.pipeline.model.objective.config import COSTS
 
-from .design import Experiment, RunSpec, fill_variables, split_command, validation_metrics
+from .design import KL, Experiment, RunSpec, fill_variables, split_command, validation_metrics
 from .sweep import Sweep
 
 
@@ -64,9 +64,11 @@ def _check_names(sweep: Sweep, run: RunSpec, config: RunConfig) -> None:
         metrics += measure.read
         _check_command(split_command(measure.command, sweep.variables(run, run), f"measures.{name}"), name)
         fill_variables(measure.read, sweep.variables(run), f"measures.{name}.read")
-    for metric in [*experiment.decisive, *([experiment.choose.by] if experiment.choose else [])]:
+    for metric in experiment.decisive:
         if metric not in metrics:
             raise UserError(f"no measure reads {metric}; {nearest(metric, metrics)}", code="unknown-name")
+        if metric.split(":")[0] == KL and not config.measures_kl:
+            raise UserError(f"{metric} is not measured. Set train.kl_from_base", code="not-measured")
 
 
 def _check_command(words: list[str], measure: str) -> None:

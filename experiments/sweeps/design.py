@@ -63,7 +63,8 @@ RESULTS = "results.json"  # results of a sweep or study in its `out`
 # Metrics of every run.
 VALIDATION = "validation_nll"
 CHANGE = "validation_change"
-OF_RUNS = (VALIDATION, CHANGE, "validation_kl_from_base")  # keys of a run's validation records
+KL = "validation_kl_from_base"
+OF_RUNS = (VALIDATION, CHANGE, KL)  # keys of a run's validation records
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
 VARIABLE = re.compile(r"\{([\w.-]+)\}")
 SET = "set."  # beginning of overrides of an experiment that change the recipe of all runs
@@ -230,8 +231,9 @@ class Experiment(Section):
 
     @property
     def decisive(self) -> list[str]:
-        """Return the metrics of questions, fronts and predictions."""
-        metrics = [question.outcome for question in self.questions.values()]
+        """Return the metrics of questions, fronts, predictions and `choose`."""
+        metrics = [] if self.choose is None else [self.choose.by]
+        metrics += [question.outcome for question in self.questions.values()]
         metrics += [metric for front in self.fronts.values() for metric in (front.gained, front.lost)]
         metrics += [metric for one in self.predictions.values() for metric in (one.by, one.of)]
         return list(dict.fromkeys(metrics))

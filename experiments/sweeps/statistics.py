@@ -114,7 +114,7 @@ def paired_verdict(
 
     The `answer` is yes if all intervals lie on the better side of zero, no if at least one lies on the other
     side, and else undecided. `effect`, `low` and `high` belong to the clearest refutation, or without one to
-    the smallest effect. Above zero is better.
+    a comparison with a missing value, or else to the smallest effect. Above zero is better.
 
     Args:
         better: Values [n] by repetition.
@@ -132,7 +132,10 @@ def paired_verdict(
         answer = "yes"
     elif any(gap["high"] < 0 for gap in gaps):
         answer = "no"
-    decisive = min(gaps, key=lambda gap: gap["high"] if answer == "no" else gap["mean"])
+    if answer == "no":
+        decisive = min((gap for gap in gaps if gap["high"] < 0), key=lambda gap: gap["high"])
+    else:
+        decisive = min(gaps, key=lambda gap: (not math.isnan(gap["mean"]), gap["mean"]))
     low, high, effect = decisive["low"], decisive["high"], decisive["mean"]
     return {"answer": answer, "effect": effect, "low": low, "high": high, "n": len(better)}
 

@@ -222,7 +222,7 @@ class Sweep:
         """Do stages until none is left, and wait while other workers hold all of them.
 
         Raises UserError with the path of the log if a command fails (FailureError if a retry may help), and
-        EndedError if another thread failed.
+        PoolClosedError if another thread failed.
         """
         self.reject_changes()  # before shared stages are repeated
         while pending := self.pending():

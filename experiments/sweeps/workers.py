@@ -37,7 +37,7 @@ class StoppedError(BaseException):
     """The sweep must stop. Like KeyboardInterrupt, it is not caught by handlers of Exception."""
 
 
-class EndedError(Exception):
+class PoolClosedError(Exception):
     """This thread must not start further commands, because another one failed or the sweep stops."""
 
 
@@ -94,7 +94,7 @@ class CommandPool:
         finally:
             signal.signal(signal.SIGTERM, previous)
         for error in (future.exception() for future in futures):
-            if error is not None and not isinstance(error, EndedError):
+            if error is not None and not isinstance(error, PoolClosedError):
                 raise error
 
     @property
@@ -103,7 +103,10 @@ class CommandPool:
         return getattr(self._thread, "gpus", [])
 
     def run(self, command: list[str], output: IO[bytes]) -> int:
-        """Run a command and return its exit code. Raises EndedError if it was not started, or was stopped."""
+        """Run a command and return its exit code.
+
+        Raises PoolClosedError if it was not started, or was stopped.
+        """
         self.wait(0)
         process = subprocess.Popen(
             [sys.executable, "-m", "emo.experiments.sweeps.workers", str(os.getpid()), *command],
@@ -116,13 +119,13 @@ class CommandPool:
             if self._stopped.wait(TICK):
                 process.terminate()
                 process.wait()
-                raise EndedError
+                raise PoolClosedError
         return process.returncode
 
     def wait(self, seconds: float) -> None:
-        """Wait. Raises EndedError as soon as no further command may start."""
+        """Wait. Raises PoolClosedError as soon as no further command may start."""
         if self._closed.wait(seconds):
-            raise EndedError
+            raise PoolClosedError
 
 
 def visible_gpus() -> list[str]:
