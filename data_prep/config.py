@@ -37,7 +37,7 @@ from emo.common.io.weights import reject_adapter
 from .encoding.chat_templates import BUILT_IN, GIVEN, fixed_date
 
 # Versions of templates. Raise the version if the text of a template or its supervised part changes.
-VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/2"} | {
+VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/3"} | {
     name: f"{name}/1" for name in BUILT_IN
 }
 REPORTS = ("report", "contamination")

@@ -382,7 +382,7 @@ def _watch(args: argparse.Namespace) -> int:
     from .report.gather import Report
     from .report.page import FILES, document
     from .results.directory import find_model, read_models
-    from .watch import FAILED, TROUBLED, UNEXPORTED, WAITING, RunWatcher
+    from .watch import FAILED, TROUBLED, UNEXPORTED, UNSENT, WAITING, RunWatcher
 
     if args.fail_on_regression:
         find_model(read_models([out]), args.fail_on_regression)  # before the work
@@ -400,7 +400,7 @@ def _watch(args: argparse.Namespace) -> int:
         if verdict.regressions:
             say(verdict.summary)
     say(watch.summary())
-    failed = watch.names_in(FAILED, TROUBLED, UNEXPORTED)
+    failed = watch.names_in(FAILED, TROUBLED, UNEXPORTED, UNSENT)
     if args.fail_on_regression and (not verdicts or watch.names_in(WAITING)):
         say(f"{args.run_dir}: no verdict yet on the newest checkpoint. Run the same command again.")
         failed = failed or [args.run_dir.name]

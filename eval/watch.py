@@ -83,6 +83,7 @@ WAITING = "not ready or held by another watcher"
 FAILED = "failed"
 TROUBLED = "to be retried"
 UNEXPORTED = "not exported"
+UNSENT = "not exported yet"  # because of an error that may pass
 DEFERRED = "waiting for the end of the run"
 
 
@@ -243,12 +244,12 @@ class RunWatcher:
         """Return whether the run has its final export and no work is left."""
         requests = self._requests()
         done = [self._is_done(target, requests) for target in find_targets(self.run_dir)]
-        return (self.run_dir / EXPORT).is_dir() and all(done) and not self.names_in(DEFERRED, UNEXPORTED)
+        return (self.run_dir / EXPORT).is_dir() and all(done) and not self.names_in(DEFERRED, UNSENT)
 
     def summary(self) -> str:
         """Return a line about the last pass."""
         parts = [f"{len(self.evaluated)} evaluated"]
-        for state in (WAITING, FAILED, TROUBLED, UNEXPORTED, DEFERRED):
+        for state in (WAITING, FAILED, TROUBLED, UNEXPORTED, UNSENT, DEFERRED):
             if names := self.names_in(state):
                 parts.append(f"{len(names)} {state} ({', '.join(names)})")
         if bare := sum(not (path / HF).is_dir() for path in checkpoints(self.run_dir)):
@@ -311,7 +312,9 @@ class RunWatcher:
             return
         failed = self._export_models(export, due)
         for name, error in failed.items():
-            self.states[f"{export} {name}"] = DEFERRED if isinstance(error, BusyError) else UNEXPORTED
+            mistake = isinstance(error, UserError) and not isinstance(error, FailureError)
+            state = DEFERRED if isinstance(error, BusyError) else UNEXPORTED if mistake else UNSENT
+            self.states[f"{export} {name}"] = state
             if not isinstance(error, BusyError):
                 text = f"{name}: not exported as {export}: {_reason(error)}. It will be retried."
                 self._say_once(f"{export} {name}", text)

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import logging
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -125,8 +126,8 @@ class Trainer:
         self.plan = raise_on_all_ranks(lambda: check_run(self.config, self.world.ranks))
         if (export := self.config.output_dir / EXPORT).is_dir():
             line = f"{self.config.output_dir} is finished: its export is in export/"
-            if (target := self.config.train.copy_to) is not None:
-                run_on_main(self.world, lambda: copies.finish_copies(self.config.output_dir, target))
+            if self.config.train.copy_to is not None:
+                self._finish_copies(self.config.train.copy_to)
             log_event(line, "finished", export=str(export))
             return True
         self.lock = RunLock(self.config.output_dir, self.world.is_main)
@@ -167,6 +168,19 @@ class Trainer:
         finished = self.fit()
         self.finish(finished)
         return finished
+
+    def _finish_copies(self, target: str) -> None:
+        """Copy the checkpoints of a finished run that an interrupted launch has not copied."""
+        lock = RunLock(self.config.output_dir, self.world.is_main)
+        run_on_main(self.world, lock.acquire)
+        uploads = copies.Uploads(self.config.output_dir, target) if self.world.is_main else None
+        while any(gather_objects(uploads is not None and uploads.is_progressing())):
+            if first_reason(self.watch.reason) is not None:
+                break
+            time.sleep(copies.POLL)
+        if uploads is not None:
+            uploads.warn_of_missing()
+        lock.release("finished")
 
     # Opening the run directory
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -18,12 +19,12 @@ from fsspec.implementations.local import LocalFileSystem
 from ..errors import PERMANENT, FailureError, UserError, one_line
 from .store import NEEDS, Store
 
+NEW = ".new"  # in the suffix of a local file that is being written
 PIECE = 16 << 20  # bytes that are read at once
 PATIENCE = 180.0  # seconds
 LONGEST_PAUSE = 5.0  # seconds between two attempts
 PERMANENT_ERRORS = (UserError, ImportError, ValueError, *get_args(PERMANENT))
 # s3fs raises these numbers for requests that the server rejects, for example because of the region.
-NEW = ".new"  # suffix of a local file that is being written
 REJECTED = {errno.EINVAL, getattr(errno, "EREMCHG", errno.EINVAL)}
 
 P = ParamSpec("P")
@@ -61,11 +62,12 @@ class FsspecStore(Store):
     def write(self, name: str, pieces: Iterable[bytes]) -> None:
         path = self._new_path(name)
         local = isinstance(self._system, LocalFileSystem)  # others replace a file when it is closed
-        with self._system.open(f"{path}{NEW}" if local else path, "wb") as sink:
+        written = f"{path}{NEW}-{secrets.token_hex(4)}" if local else path
+        with self._system.open(written, "wb") as sink:
             for piece in pieces:
                 sink.write(piece)
         if local:
-            Path(f"{path}{NEW}").replace(path)
+            Path(written).replace(path)
 
     def create(self, name: str, content: bytes) -> None:
         """Write a file that does not exist. Of several writers one succeeds; others get FileExistsError."""

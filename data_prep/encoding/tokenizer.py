@@ -151,7 +151,10 @@ def _neutral_settings(local: Path, added: set[str]) -> dict[str, object]:
             elif isinstance(named, list):
                 contents = (token.get("content") if isinstance(token, dict) else token for token in named)
                 extra += [token for token in contents if isinstance(token, str) and token in added]
-    known = {role: token for role, token in roles.items() if isinstance(token, str) and token in added}
+    texts = {
+        role: token.get("content") if isinstance(token, dict) else token for role, token in roles.items()
+    }
+    known = {role: text for role, text in texts.items() if isinstance(text, str) and text in added}
     settings |= {"extra_special_tokens": known} if known else {}
     return settings | ({"additional_special_tokens": list(dict.fromkeys(extra))} if extra else {})
 

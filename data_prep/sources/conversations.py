@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..encoding.chat_templates import PREFACES
+from ..encoding.chat_templates import PREFACES, REASONING
 from ..encoding.templates import Chat, Conversation, Exchange
 from ..encoding.weights import AnswerWeights, Part
 from .spec import RowError, RowSpec, chat_column, clean_text, first_present, missing_column, wrong_type
@@ -33,7 +33,7 @@ ALL_LOSS_KEYS = (*LOSS_KEYS, *WEIGHT_KEYS, *PART_KEYS, *UNSUPPORTED_LOSS_KEYS)
 MIN_WEIGHT = 1e-6
 MAX_WEIGHT = 1e6
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a content that are read
-CLOSED = re.compile(r"</(think|thinking|seed:think)>")  # end of reasoning in a content
+CLOSED = re.compile(r"^</(think|thinking|seed:think)>", re.M)  # end of reasoning in a content
 
 
 class Message(NamedTuple):
@@ -369,17 +369,21 @@ def _message_tree(message: Message) -> dict[str, object]:
             function["arguments"] = _parse_json(function["arguments"])
         if isinstance(call, dict) and function is not call:
             call.setdefault("type", "function")
-    if message.role == "assistant" and message.loss.parts is None and message.content is not None:
+    thought = any(isinstance(message.extra.get(key), str) for key in REASONING)
+    if message.role == "assistant" and message.content and message.loss.parts is None and not thought:
         tree["content"] = _open_thinking(message.content)
     return tree
 
 
 def _open_thinking(content: str) -> str:
-    """Return an answer with the tag that begins its reasoning, which the prompt of some models contains."""
-    closed = CLOSED.search(content)
-    if closed is None or f"<{closed[1]}>" in content:
+    """Return an answer with the tag that begins its reasoning, which the prompt of some models contains.
+
+    The closing tag must begin a line, because text may mention it.
+    """
+    closed = CLOSED.findall(content)
+    if len(closed) != 1 or f"<{closed[0]}>" in content:
         return content
-    return f"<{closed[1]}>{content}"
+    return f"<{closed[0]}>{content}"
 
 
 def without_nulls(value: Any) -> Any:

@@ -70,8 +70,7 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     if publishable(after) != after:
         say(f"{directory / CARD} may contain a local path or a secret. Check it before you publish it.")
     directory.mkdir(parents=True, exist_ok=True)
-    for path in (directory / ENTRIES).glob(f"{OUR_FILE}*.yaml"):  # of tasks that have no result now
-        path.unlink()
+    stale = {*(directory / ENTRIES).glob(f"{OUR_FILE}*.yaml")}  # of tasks that have no result now
     for figures in all_of_model:
         dataset = _dataset(figures)
         hub = figures.rows["hub"] or {}
@@ -92,6 +91,9 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
         path = directory / ENTRIES / f"{OUR_FILE}{figures.task}.yaml"
         path.parent.mkdir(exist_ok=True)
         write_text(path, _yaml(eval_result_entries_to_yaml([entry])))
+        stale.discard(path)
+    for path in stale:
+        path.unlink()
     if after != before:
         write_text(directory / CARD, after)
 

@@ -158,8 +158,10 @@ def hides_thinking(tokenizer: Any) -> bool:
 def begins_in_thinking(tokenizer: Any, prompt: Sequence[int]) -> bool:
     """Return whether a prompt ends inside of reasoning, as some chat templates open it."""
     markers = thinking_tokens(tokenizer)
-    last = next((markers[token][1] for token in reversed(prompt) if token in markers), END_THINK)
-    return last == THINK
+    place = next((i for i in reversed(range(len(prompt))) if prompt[i] in markers), None)
+    if place is None or markers[prompt[place]][1] != THINK:
+        return False
+    return not tokenizer.decode(list(prompt[place + 1 :])).strip()  # a question may mention the tag
 
 
 def _text_of_channels(tokenizer: Any, ids: list[int], channel: int, message: int) -> str:

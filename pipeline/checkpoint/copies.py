@@ -115,10 +115,6 @@ class Uploads:
         if names := self.find_missing():
             log.warning("not in train.copy_to=%s, copy them by hand: %s", self.target, ", ".join(names))
 
-    def wait(self) -> None:
-        """Wait until nothing is left to copy, or copying fails."""
-        self._last.result()
-
     def _filter_missing(self, names: list[str]) -> list[str]:
         store = open_store(self.target)
         return [name for name in names if store.read(f"{name}/{COMPLETE}") is None]
@@ -173,13 +169,6 @@ class Uploads:
 
     def _note_progress(self) -> None:
         self._progressed = time.monotonic()
-
-
-def finish_copies(run_dir: Path, target: str) -> None:
-    """Copy the checkpoints of a finished run that an interrupted launch has not copied."""
-    uploads = Uploads(run_dir, target)
-    uploads.wait()
-    uploads.warn_of_missing()
 
 
 def copy_records(run_dir: Path, store: Store) -> None:

@@ -28,7 +28,7 @@ from ..loss.models.head import require_plain_head
 from .config import LoraConfig, ModelConfig
 
 ADAPTER = "default"  # PEFT's name of a run's only adapter
-EXPERTS = "experts cannot have adapters. Name other layers, such as q_proj"
+EXPERTS = "experts, and layers with the names of theirs, cannot have adapters. Name others, such as q_proj"
 # Values of PEFT's settings for adapters that can be continued. Others change the scaling or the base model.
 USUAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

@@ -149,6 +149,7 @@ def load_pretrained(
     linear_dtype: str | None = None,
     rope: RopeConfig | None = None,
     alone: bool = False,
+    trained: bool = True,
 ) -> PreTrainedModel:
     """Load the weights of a causal LM. Under ZeRO-3 they are partitioned while they load (see engine.py).
 
@@ -163,6 +164,7 @@ def load_pretrained(
         linear_dtype: Another type for the linear layers except the head: nf4.
         rope: Changes of the rotary position embeddings.
         alone: Only this rank loads, and on the CPU.
+        trained: The model is trained, for which its weights must not be quantized.
     """
     torch_dtype = getattr(torch, dtype)
     options = {"dtype": torch_dtype, "attn_implementation": attn}
@@ -191,7 +193,7 @@ def load_pretrained(
         raise UserError(
             f"{key}={path} {loaded.fault}. Correct it, or set {key} to another model.", code="model"
         )
-    if linear_dtype is None and getattr(loaded.model, "is_quantized", False):
+    if trained and linear_dtype is None and getattr(loaded.model, "is_quantized", False):
         problem = f"{key}={path} has quantized weights, which cannot be trained"
         cure = "Name the model that it was made from, and set model.lora.base_dtype=nf4 to load it in 4 bits"
         raise UserError(f"{problem}. {cure}", code="quantized-model")

@@ -20,8 +20,8 @@ class LoraConfig(Section):
     dropout: float = Field(0.05, ge=0, lt=1)
     """Dropout on the input of the adapters."""
     targets: str | list[str] = "all-linear"
-    """Names of the modules to adapt, or `all-linear` for every linear layer except the output head and
-    experts."""
+    """Names of the modules to adapt, or `all-linear` for every linear layer except the output head, and
+    except experts and layers with the names of theirs, such as shared experts."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r, which suits large ranks."""
     use_dora: bool = False

@@ -37,8 +37,6 @@ NOT_ARCHITECTURE = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-
-
 # Facts in export.json that also hold for the merged model.
 SHARED = ("origin", "template", "template_variables", "reasoning")
 
@@ -197,8 +195,6 @@ def _write_settings(models: Sequence[Path], base: Path | None, merge: Merge, tar
     with contextlib.suppress(OSError, ValueError):
         info = read_export_info(models[-1])
     # The run, step and objective of one of the models are not those of the merged one.
-    info = {
-        key: info[key] for key in ("origin", "template", "template_variables", "reasoning") if key in info
-    }
+    info = {key: value for key, value in info.items() if key in SHARED}
     facts = merge._asdict() | {"models": [str(model) for model in models], "base": base and str(base)}
     write_text(target / EXPORT_INFO, json.dumps(info | {"merged": facts}, indent=1))

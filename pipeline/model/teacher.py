@@ -201,7 +201,7 @@ def _load_teacher(settings: ModelConfig, ds_config: DsConfig, world: World, pack
     hf_config = load_model_config(settings.path, settings.revision)
     attn = usable_attention(settings, hf_config, shared=world.sequence > 1)
     source = (settings.path, settings.revision, settings.dtype, attn, KEY)
-    teacher: Any = load_pretrained(*source, rope=settings.rope)
+    teacher: Any = load_pretrained(*source, rope=settings.rope, trained=False)
     teacher.config.use_cache = False
     teacher.eval().requires_grad_(False)
     fuse_model(teacher, get_objective("mle"), forward=FrozenCausalLM)

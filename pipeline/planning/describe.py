@@ -82,7 +82,7 @@ def collect_warnings(config: RunConfig, run: PlannedRun | TrainingRun, on_cpu: b
     if train.warmup_steps and steps is not None and train.warmup_steps > steps:
         warnings.append(
             f"train.warmup_steps={train.warmup_steps} is more than the {steps:,} steps of the run, so the "
-            "learning rate rises faster. Set train.warmup_ratio to keep its share."
+            "learning rate rises faster. Lower train.warmup_steps."
         )
     if train.num_train_epochs is not None and data is not None and steps is not None and steps < 10:
         amount = f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens"

@@ -86,7 +86,8 @@ def _identify_scores(config: RunConfig, top_k: int | None) -> dict[str, object]:
 
 
 def _load_model(config: RunConfig, attn: str) -> Any:
-    model: Any = load_pretrained(*config.initial_weights(), config.model.dtype, attn, rope=config.model.rope)
+    source = (*config.initial_weights(), config.model.dtype, attn)
+    model: Any = load_pretrained(*source, rope=config.model.rope, trained=False)
     model.eval().requires_grad_(False)
     if on_gpu():
         model.cuda()

@@ -85,7 +85,8 @@ def loss_function(
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         if getattr(outputs, "aux_loss", None) is not None:
             problem = "the model returns the auxiliary loss of its router, which this loss does not include"
-            raise UserError(f"{problem}. Set output_router_logits=False in its config", code="router-loss")
+            cure = "Set router_aux_loss_coef=0.0 in SFTConfig, or the model's output_router_logits=False"
+            raise UserError(f"{problem}. {cure}", code="router-loss")
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
         sums = logits_loss(logits, shift_left(labels), resolved, cost, **options)
         return sums.loss / _divisor(sums.tokens if num_items_in_batch is None else num_items_in_batch)

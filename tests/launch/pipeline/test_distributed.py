@@ -406,6 +406,11 @@ def test_a_run_resumes_from_copies_and_a_full_disk_loses_no_checkpoint(
     assert step_of(remaining) == 2 and checkpoint_problem(remaining) is None
     run_two_ranks(recipe, run_dir, f"train.max_steps={LAST}", *FIXED_HEAD)
     assert losses(run_dir) == losses(late_exports)
+    # A launch of the finished run completes copies that an interrupted one has not made.
+    run_two_ranks(
+        recipe, run_dir, f"train.max_steps={LAST}", f"train.copy_to={tmp_path / 'late'}", *FIXED_HEAD
+    )
+    assert {path.parent.name for path in (tmp_path / "late").glob("*/COMPLETE")} >= {f"step-{LAST:06d}"}
     directories = (late_exports / "initial", run_dir / EXPORT)
     first, last = (load_file(directory / "model.safetensors") for directory in directories)
     assert [name for name in first if torch.equal(first[name], last[name])] == ["lm_head.weight"]

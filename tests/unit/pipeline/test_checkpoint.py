@@ -206,14 +206,6 @@ def test_a_launch_continues_the_copies_of_the_previous_one(tmp_path: Path) -> No
     assert uploads.find_missing() == [] and steps_in(target) == [1, 2]
 
 
-def test_the_copies_of_a_finished_run_are_completed(tmp_path: Path) -> None:
-    run, target = tmp_path / "run", tmp_path / "copies"
-    for step in (1, 2):
-        write(run, step)
-    copies.finish_copies(run, str(target))
-    assert steps_in(target) == [1, 2]
-
-
 def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, target: str) -> None:
     """The second host follows the first. A checkpoint that was pruned meanwhile stops neither."""
     run = tmp_path / "run"
