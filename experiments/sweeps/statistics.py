@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import NotRequired, TypedDict
 
@@ -96,13 +95,13 @@ def rank_correlation(x: Sequence[float], y: Sequence[float], level: float = LEVE
     def correlation(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
         ranks = (rankdata(side, axis=axis) for side in (a, b))
         a, b = (rank - rank.mean(axis, keepdims=True) for rank in ranks)
-        return (a * b).sum(axis) / np.sqrt((a * a).sum(axis) * (b * b).sum(axis))
+        norm = np.sqrt((a * a).sum(axis) * (b * b).sum(axis))
+        # A sample of few pairs may have one value only, and shows no correlation then.
+        return np.divide((a * b).sum(axis), norm, out=np.zeros_like(norm), where=norm > 0)
 
     result["mean"] = float(correlation(*pairs.T))
-    with np.errstate(invalid="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a sample may have one value only
-        interval = bootstrap(tuple(pairs.T), correlation, paired=True, vectorized=True, n_resamples=4999,
-                             confidence_level=level, rng=0).confidence_interval  # fmt: skip
+    interval = bootstrap(tuple(pairs.T), correlation, paired=True, vectorized=True, n_resamples=4999,
+                         confidence_level=level, rng=0).confidence_interval  # fmt: skip
     result["low"], result["high"] = float(interval.low), float(interval.high)
     return result
 

@@ -49,6 +49,10 @@ def test_a_rank_correlation_is_that_of_the_ranks_of_finite_pairs() -> None:
     assert found["low"] < found["mean"] < found["high"] < 1
     again = rank_correlation(list(-x), list(y))  # ranks turned round
     assert again["mean"] == pytest.approx(-found["mean"])
+    few = rank_correlation(
+        [0.29, 0.30, 0.23, 0.26, 0.18, 0.44, 1.1], [61.6, 62.1, 61.9, 60.6, 61.0, 60.6, 61.7]
+    )
+    assert -1 <= few["low"] < few["mean"] < few["high"] <= 1  # some samples have one value only
     constant = rank_correlation([1.0, 2.0, 3.0], [5.0, 5.0, 5.0])
     assert math.isnan(constant["mean"]) and constant["n"] == 3
 
