@@ -132,17 +132,18 @@ class Target:
         if self.checkpoint is not None:
             self._require_listed(self.checkpoint, files)
             return
-        own = [ADAPTER, ADAPTER_FILE] if has_only_adapter(files) else [CONFIG]
-        for name in [*own, TRAINER_STATE] if self.foreign else own:
+        adapter = has_only_adapter(files)
+        names = [ADAPTER, ADAPTER_FILE] if adapter else [CONFIG]
+        for name in [*names, TRAINER_STATE] if self.foreign else names:
             if not (files / name).is_file():
                 raise IncompleteError(f"{name} is missing")
         try:
-            opened = []
+            read = []
             if self.foreign:
-                opened = [files / ADAPTER_FILE] if has_only_adapter(files) else opened_files(files)
+                read = [files / ADAPTER_FILE] if adapter else opened_files(files)
         except (OSError, ValueError, UserError) as error:
             raise IncompleteError(one_line(error, 200)) from None
-        for path in opened:  # check the length that the header, or the end of a zip file, states
+        for path in read:  # check the length that the header, or the end of a zip file, states
             complete = path.suffix not in (".bin", ".safetensors") or zipfile.is_zipfile(path)
             with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="np"):
                 complete = True

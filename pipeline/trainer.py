@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import logging
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -174,12 +173,7 @@ class Trainer:
         lock = RunLock(self.config.output_dir, self.world.is_main)
         run_on_main(self.world, lock.acquire)
         uploads = copies.Uploads(self.config.output_dir, target) if self.world.is_main else None
-        while any(gather_objects(uploads is not None and uploads.is_progressing())):
-            if first_reason(self.watch.reason) is not None:
-                break
-            time.sleep(copies.POLL)
-        if uploads is not None:
-            uploads.warn_of_missing()
+        copies.wait_for_copies(uploads, lambda: self.watch.reason is not None, lock)
         lock.release("finished")
 
     # Opening the run directory

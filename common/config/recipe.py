@@ -26,17 +26,9 @@ from .foreign_keys import AMBIGUOUS, KEYS_BY_NAME, UNSUPPORTED_KEYS, UNSUPPORTED
 EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments/configs"}  # folders by kind of file
 KEYS = ("output_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
 # Keys whose values are paths, in which `~/` stands for the home directory.
-PATHS = (
-    *(
-        "output_dir",
-        "deepspeed",
-        "model.path",
-        "model.lora.path",
-        "objective.cost",
-        "objective.teacher.model",
-    ),
-    *("data.dir", "data.root", "data.tokenizer", "data.contamination", "train.decay_from", "train.copy_to"),
-)
+PATHS = ["output_dir", "deepspeed", "model.path", "model.lora.path", "objective.cost"]
+PATHS += ["objective.teacher.model", "data.dir", "data.root", "data.tokenizer", "data.contamination"]
+PATHS += ["train.decay_from", "train.copy_to"]
 DATA_FILES = (
     ".txt",
     ".jsonl",

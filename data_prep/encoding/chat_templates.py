@@ -25,14 +25,18 @@ DATE = "2026-01-01"  # the current date for templates, unless data.template_vari
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 # strftime codes that templates use.
 CODES = ["%Y", "%m", "%d", "%B", "%b", "%A", "%a", "%y", "%j", "%H", "%M", "%S", "%-d", "%-m", "%e"]
-THINK = r"<(/?)(?:think|thinking|seed:think)>|\[(/?)THINK\]"
+# Tokens around reasoning, in the same order: of most models, Seed, Magistral, Command A and Gemma 4.
+OPENING = ("<think>", "<thinking>", "<seed:think>", "[THINK]", "<|START_THINKING|>", "<|channel>")
+CLOSING = ("</think>", "</thinking>", "</seed:think>", "[/THINK]", "<|END_THINKING|>", "<channel|>")
+TAGS = "think|thinking|seed:think"  # names of those that are tags
+THINK = rf"<(/?)(?:{TAGS})>|\[(/?)THINK\]"
 # An empty thinking block at the beginning of an answer. The prompt may hold its first tag.
 EMPTY_THINKING = re.compile(
-    r"\s*(?:<(?:think|thinking|seed:think)>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>)?"
-    r"\s*(?:</(?:think|thinking|seed:think)>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*"
+    rf"\s*(?:<(?:{TAGS})>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>)?"
+    rf"\s*(?:</(?:{TAGS})>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*"
 )
 # Thinking at the beginning of a content.
-THOUGHT = re.compile(r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S)
+THOUGHT = re.compile(rf"\s*<({TAGS})>(.*?)</\1>\s*", re.S)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 PREFACES = ("system", "developer")  # roles of the message before all others
 BUILT_IN = {

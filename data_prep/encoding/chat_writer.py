@@ -359,17 +359,11 @@ class ChatWriter:
         earlier = messages[:index]
         shorter = []
         if any(reasoning_of(message) for message in earlier if message["role"] == "assistant"):
-            shorter.append([{k: v for k, v in message.items() if k not in REASONING} for message in earlier])
+            shorter.append([_without(message, REASONING) for message in earlier])
         if any(message.get("tool_calls") and message.get("content") for message in earlier):
-            dropped = {*REASONING, "content"}
-            shorter.append(
-                [
-                    {k: v for k, v in message.items() if k not in dropped}
-                    if message.get("tool_calls")
-                    else message
-                    for message in earlier
-                ]
-            )
+            dropped = (*REASONING, "content")
+            bare_calls = [_without(m, dropped) if m.get("tool_calls") else m for m in earlier]
+            shorter.append(bare_calls)
         if messages[0]["role"] in PREFACES:
             shorter.append(earlier[1:])
         for bare in shorter:
@@ -563,3 +557,8 @@ def _strip_end(text: str, template: ChatTemplate) -> str:
     while last := template.last(text := text.rstrip()):
         text = text.removesuffix(last)
     return text
+
+
+def _without(message: Message, keys: Sequence[str]) -> Message:
+    """Return a message without some of its keys."""
+    return {key: value for key, value in message.items() if key not in keys}

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from .chat_templates import REASONING, THOUGHT, Message
+from .chat_templates import REASONING, TAGS, THOUGHT, Message
 
 PROBE: list[Message] = [
     {"role": "user", "content": "Hello"},
@@ -17,7 +17,7 @@ CALL_PROBE: Message = {  # an answer that calls a tool
     "content": "",
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": "World"}}}],
 }
-OPEN_TAG = re.compile(r"(<(?:think|thinking|seed:think)>|\[THINK\])\s*\Z")  # at the end of a prompt
+OPEN_TAG = re.compile(rf"(<(?:{TAGS})>|\[THINK\])\s*\Z")  # at the end of a prompt
 
 
 def unchanged(messages: list[Message]) -> list[Message]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..encoding.chat_templates import PREFACES, REASONING
+from ..encoding.chat_templates import PREFACES, REASONING, TAGS
 from ..encoding.templates import Chat, Conversation, Exchange
 from ..encoding.weights import AnswerWeights, Part
 from .spec import RowError, RowSpec, chat_column, clean_text, first_present, missing_column, wrong_type
@@ -33,7 +33,7 @@ ALL_LOSS_KEYS = (*LOSS_KEYS, *WEIGHT_KEYS, *PART_KEYS, *UNSUPPORTED_LOSS_KEYS)
 MIN_WEIGHT = 1e-6
 MAX_WEIGHT = 1e6
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a content that are read
-CLOSED = re.compile(r"^</(think|thinking|seed:think)>", re.M)  # end of reasoning in a content
+CLOSED = re.compile(rf"^</({TAGS})>", re.M)  # end of reasoning in a content
 
 
 class Message(NamedTuple):
@@ -343,15 +343,12 @@ def _read_tools(row: Mapping[str, object], spec: RowSpec) -> str:
 
 def _wrap_function(value: dict[str, Any]) -> dict[str, Any]:
     """Return a tool or a call in the form of OpenAI, in which servers pass it to the template."""
-    if (
-        "function" in value
-        or not isinstance(value.get("name"), str)
-        or value.get("type", "function") != "function"
-    ):
+    is_function = isinstance(value.get("name"), str) and value.get("type", "function") == "function"
+    if "function" in value or not is_function:
         return value
-    outside = {key: value[key] for key in ("id",) if key in value}
-    inside = {key: item for key, item in value.items() if key not in ("id", "type")}
-    return {**outside, "type": "function", "function": inside}
+    number = {"id": value["id"]} if "id" in value else {}
+    function = {key: item for key, item in value.items() if key not in ("id", "type")}
+    return {**number, "type": "function", "function": function}
 
 
 def _message_tree(message: Message) -> dict[str, object]:

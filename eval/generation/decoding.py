@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from emo.common.errors import UserError
+from emo.data_prep.encoding.chat_templates import CLOSING, OPENING
 from emo.data_prep.encoding.tokenizer import text_ids
 
 from ..models.model import EvaluatedModel
 
 THINK, END_THINK = "<think>", "</think>"  # around the reasoning of most models
-# Tokens around the reasoning of other models: Seed, Magistral, Command A and Gemma 4.
-OPENING = (THINK, "<thinking>", "<seed:think>", "[THINK]", "<|START_THINKING|>", "<|channel>")
-CLOSING = (END_THINK, "</thinking>", "</seed:think>", "[/THINK]", "<|END_THINKING|>", "<channel|>")
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"  # of GPT-OSS
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # characters that names of directories do not contain
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 import logging
 from collections.abc import Sequence
 from importlib import metadata, util
@@ -17,6 +16,7 @@ from typing import Any
 
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
+from emo.common.io.files import sha256
 
 from ..icl.tasks import ForeignTask, Task, select_tasks
 from ..results.directory import TaskResult
@@ -38,7 +38,7 @@ class HarnessTask(ForeignTask):
     def fingerprint(self) -> Any:
         """Return the version of lm-eval, and digests of the task's file and of those next to it."""
         files = sorted(p for p in self.path.parent.glob("*") if p.suffix in CODE) if self.path else []
-        digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        digests = {file.name: sha256(file) for file in files}
         return [metadata.version("lm_eval"), digests]
 
     def load(self) -> Any:

@@ -22,8 +22,8 @@ from scipy import stats
 
 LEVEL = 0.95
 PRIOR_ROWS = 2.0
-DRAWS = 20_000  # random signs in a test
 TINY = 1e-12  # a difference that is due to rounding
+DRAWS = 20_000  # random signs in a test
 BATCH = 500  # random signs at a time
 _Z = float(stats.norm.ppf((1 + LEVEL) / 2))
 

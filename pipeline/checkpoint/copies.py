@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from emo.common.errors import PERMANENT, FailureError, UserError, one_line
 from emo.common.io.files import part_file
@@ -31,6 +31,7 @@ from emo.common.io.fsspec_store import PIECE, FsspecStore
 from emo.common.io.store import Store
 
 from ..config import RunConfig
+from ..control.lock import RunLock
 from ..control.run_dir import (
     BAD_BATCHES,
     BEST,
@@ -49,6 +50,7 @@ from ..control.run_dir import (
     is_complete,
     step_of,
 )
+from ..control.world import gather_objects
 from .identity import Identity, check_config_file
 
 log = logging.getLogger(__name__)
@@ -169,6 +171,30 @@ class Uploads:
 
     def _note_progress(self) -> None:
         self._progressed = time.monotonic()
+
+
+def wait_for_copies(
+    uploads: Uploads | None, stopped: Callable[[], bool], lock: RunLock, group: Any = None
+) -> None:
+    """Wait for copies until they stall or a rank has to stop. All ranks must call.
+
+    Args:
+        uploads: Those of this host, on the rank that makes them.
+        stopped: Returns whether this rank has to stop.
+        lock: Shows what the run does.
+        group: The process group, or None for all ranks.
+    """
+    wait = 0.1
+    while True:
+        progressing = uploads is not None and uploads.is_progressing()
+        states = gather_objects((progressing, stopped()), group)
+        if not any(progress for progress, _ in states) or any(stop for _, stop in states):
+            break
+        lock.set_activity("copying")
+        time.sleep(wait)
+        wait = min(2 * wait, 5.0)
+    if uploads is not None and uploads.part == 0:
+        uploads.warn_of_missing()
 
 
 def copy_records(run_dir: Path, store: Store) -> None:

@@ -162,12 +162,12 @@ def model_card(export: Path, name: str) -> str:
     lines = [*front, "---", f"# {markdown(name)}", "", base]
     if objective := info.get("objective") or config.get("objective", {}).get("name"):
         lines.append(f"Objective: {markdown(publishable(str(objective)))}.")
-    merged = info.get("merged")
-    if isinstance(merged, dict):
+    if isinstance(merged := info.get("merged"), dict):  # no run has its weights
         models = ", ".join(markdown(publishable(str(model))) for model in merged.get("models", []))
-        return "\n".join([*lines, f"Merged ({merged.get('method')}) from {models}."]) + "\n"
-    measured = _validation_lines(run_dir, info)
-    return "\n".join([*lines, *_data_lines(config), *measured]) + "\n"
+        lines.append(f"Merged ({merged.get('method')}) from {models}.")
+    else:
+        lines += [*_data_lines(config), *_validation_lines(run_dir, info)]
+    return "\n".join(lines) + "\n"
 
 
 def _data_lines(config: Mapping[str, Any]) -> list[str]:

@@ -65,7 +65,7 @@ from ..model.export import (
     write_metadata,
 )
 from .claims import NEW_DIRECTORY
-from .copies import RunCopy, Uploads
+from .copies import RunCopy, Uploads, wait_for_copies
 from .identity import PARTS, Identity, check_unchanged
 
 log = logging.getLogger(__name__)
@@ -210,18 +210,7 @@ class Saver:
 
     def finish_copies(self, stopped: Callable[[], bool]) -> None:
         """Wait for copies until they stall or a rank has to stop. All ranks must call."""
-        uploads = self._uploads
-        wait = 0.1
-        while True:
-            progressing = uploads is not None and uploads.is_progressing()
-            states = gather_objects((progressing, stopped()), self.group)
-            if not any(progress for progress, _ in states) or any(stop for _, stop in states):
-                break
-            self.lock.set_activity("copying")
-            time.sleep(wait)
-            wait = min(2 * wait, 5.0)
-        if uploads is not None and self.engine.world.is_main:
-            uploads.warn_of_missing()
+        wait_for_copies(self._uploads, stopped, self.lock, self.group)
 
     def _extend_deadline(self) -> None:
         """Give the thread LONG_TIMEOUT minutes for its next action."""

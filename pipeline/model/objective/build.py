@@ -91,13 +91,13 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
 def _check_measured(config: RunConfig, objective: Objective) -> None:
     """Raise UserError if a checkpoint would be chosen by a number that is not measured or not comparable."""
     stopping = config.train.early_stopping
-    metrics = [config.train.keep_best, None if stopping is None else stopping.metric]
-    chosen = next((metric for metric in metrics if metric and metric.rpartition("/")[2] == "demd"), None)
-    if any(metric and metric.rpartition("/")[2] == "loss" for metric in metrics) and _weights_change(config):
+    metrics = (config.train.keep_best, None if stopping is None else stopping.metric)
+    measures = {metric.rpartition("/")[2] for metric in metrics if metric is not None}
+    if "loss" in measures and _weights_change(config):
         problem = "a weight of objective.sum changes, so losses of different steps cannot be compared"
         raise UserError(f"{problem}. Choose nll instead of loss", code="not-measured")
-    if chosen and not (objective.needs_cost or _has_own_costs(config)):
-        problem = f"{chosen} is not measured with a new model and objective.name={objective.name}"
+    if "demd" in measures and not _measures_demd(config, objective):
+        problem = f"demd is not measured with a new model and objective.name={objective.name}"
         raise UserError(f"{problem}. Set objective.cost to a model, or choose nll", code="not-measured")
 
 
@@ -109,9 +109,10 @@ def _weights_change(config: RunConfig) -> bool:
     return any(isinstance(w, Ramp) for w in ramps) or any(s.first != s.last for s in shares)
 
 
-def _has_own_costs(config: RunConfig) -> bool:
-    """Return whether costs do not come from the initial weights of a new model, which mean nothing."""
-    return config.objective.cost not in ("pretrained", "permuted") or config.model.path is not None
+def _measures_demd(config: RunConfig, objective: Objective) -> bool:
+    """Return whether validation measures DEMD. With the initial weights of a new model it means nothing."""
+    from_weights = config.objective.cost in ("pretrained", "permuted")
+    return objective.needs_cost or not from_weights or config.model.path is not None
 
 
 def _check_parts_of_steps(pairs: Sequence[tuple[Objective, Weight]], generated: Ramp) -> None:
@@ -167,7 +168,7 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
         cost = number_cost(pieces, vocab_size)
     elif kind not in ("pretrained", "permuted"):
         cost = load_cost(kind, vocab_size)
-    elif objective.needs_cost or _has_own_costs(config):
+    elif _measures_demd(config, objective):
         source, revision = config.initial_weights()
         cost = load_cost(source, vocab_size, revision=revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost

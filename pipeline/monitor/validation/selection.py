@@ -71,8 +71,10 @@ class Selection(Component):
         """Forget values that were measured on other rows, because they cannot be compared with new ones."""
         log.warning("step %d: validation reads other rows than before, so earlier values do not count", step)
         self._lowest = math.inf
-        self._waited = 0 if not self._stops_by_task else self._waited
-        self.best = self.best if self._by_task else None
+        if not self._stops_by_task:
+            self._waited = 0
+        if not self._by_task:
+            self.forget_best()
 
     def take_scores(self, step: int, final: bool = False) -> None:
         """Take the scores of tasks that have arrived by the save point of `step`. All ranks must call.
