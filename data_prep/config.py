@@ -153,10 +153,11 @@ class DataConfig(Section):
     """Column that groups rows, for example by question. validation_fraction never splits a group."""
     sequence_len: int = Field(256, gt=1, le=MAX_TOKENS)
     """Tokens per row."""
-    packing: Literal["blocks", "best_fit"] = mark(SET, "blocks")
-    """`blocks` concatenates documents and cuts the result into rows. `best_fit`, which instructions always
-    use, cuts only documents that are longer than a row. It places documents from the longest to the shortest,
-    each into the first row with enough space."""
+    packing: Literal["blocks", "best_fit", "none"] = mark(SET, "blocks")
+    """`blocks` concatenates documents and cuts the result into rows. `best_fit`, which instructions use
+    instead, cuts only documents that are longer than a row. It places documents from the longest to the
+    shortest, each into the first row with enough space. `none` gives each document its own row, for models
+    that cannot separate the documents of a row."""
     min_doc_tokens: int | None = mark(SET, None, gt=0)
     """Leave out documents with fewer tokens, including BOS and EOS."""
     long_doc_tokens: int | None = mark(SET, None, gt=0)
@@ -270,14 +271,15 @@ class DataConfig(Section):
 
     def _check_documents(self) -> None:
         """Raise ValueError for keys of documents that contradict others."""
-        best_fit = self.packing == "best_fit"
-        is_set = {"packing: best_fit": best_fit, "long_doc_tokens": self.long_doc_tokens is not None}
+        packing = {f"packing: {value}": self.packing == value for value in ("best_fit", "none")}
+        is_set = packing | {"long_doc_tokens": self.long_doc_tokens is not None}
         for key in (key for key, value in is_set.items() if value and self.limit_tokens is not None):
             raise ValueError(f"{key} does not work with limit_tokens. Set limit_rows instead")
         names = {source.domain_name for split in self.splits for source in self.sources_of(split)}
         if self.long_doc_tokens is not None and (twice := sorted({name + LONG for name in names} & names)):
             raise ValueError(f"domain {twice[0]} is also the name of long documents. Rename the domain")
         is_set["min_doc_tokens"] = self.min_doc_tokens is not None
+        is_set.pop("packing: none")  # which also works for instructions
         for key in (key for key, value in is_set.items() if value and self.kind == "instruct"):
             raise ValueError(f"{key} is for documents, and kind is instruct. Remove it")
 

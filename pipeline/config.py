@@ -37,7 +37,7 @@ class RunConfig(Section):
     output_dir: Path = mark(FREE)
     """Directory of the run: configuration, metrics, checkpoints, export."""
     data: DataConfig = mark(FREE)
-    """The data to tokenize. A resumed run needs data with the same fingerprint."""
+    """The data to tokenize. A resumed run may change only where the data are."""
     model: ModelConfig
     """The model to train."""
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -45,8 +45,8 @@ class RunConfig(Section):
     train: TrainConfig
     """Optimization, validation, checkpoints and logging."""
     deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
-    """DeepSpeed configuration, relative to the repository or working directory. A resumed run needs the same
-    content."""
+    """DeepSpeed configuration, relative to the repository or working directory. A resumed run may name
+    another file with the same content."""
 
     @field_validator("output_dir")
     @classmethod

@@ -69,7 +69,8 @@ KEYS_BY_NAME = {
     for name in ({key.rpartition(".")[2]} - AMBIGUOUS) | set(names.split())
 }
 _QUANTISED = "set model.lora.base_dtype=nf4 to train adapters on 4-bit weights; 8 bits are not supported"
-_PACKED = "remove it: rows are always packed, and documents do not attend to each other"
+_PACKED = "remove it: rows are packed, and documents do not attend to each other. Set data.packing=none for "
+_PACKED += "one document per row"
 _ANSWERS = "remove it: data.kind=instruct supervises answers, each with the token that ends it, "
 _ANSWERS += "and data.kind=text every token"
 _WORKERS = "remove it: `emo prepare --workers N` sets how many processes prepare the data"

@@ -129,6 +129,7 @@ def packed_rows(
     sources: np.ndarray,
     block: int,
     domain: int = 0,
+    alone: bool = False,
 ) -> Iterator[PackedRows]:
     """Yield the packed rows of the examples of one domain, `rows_at_once` at a time.
 
@@ -140,8 +141,9 @@ def packed_rows(
         sources: uint64 [n].
         block: Most tokens of a row.
         domain: Number of the domain.
+        alone: Give each example its own row, in their order.
     """
-    bins = first_fit_decreasing(lengths, block)
+    bins = [np.array([k]) for k in range(len(lengths))] if alone else first_fit_decreasing(lengths, block)
     step = rows_at_once(block)
     for begin in range(0, len(bins), step):
         counts = np.array([len(members) for members in bins[begin : begin + step]])

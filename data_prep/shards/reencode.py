@@ -140,7 +140,7 @@ class ShardCheck:
             if isinstance(row, str | TokenIds):
                 start = int(lengths[:number].sum())
                 count = int(lengths[number])
-                if self.config.packing == "best_fit":
+                if self.config.packing != "blocks":
                     self._documents.append((domain, ids[start : start + count].tolist(), row))
                 elif count:
                     self._texts.append((domain, self._tokens[domain] + start, count, row))
@@ -322,7 +322,7 @@ def _cut_documents(shard: Shard, manifest: Manifest) -> set[int] | None:
 
     None: the documents are in order.
     """
-    if manifest.config.get("packing") != "best_fit":
+    if manifest.kind == "instruct" or manifest.config.get("packing", "blocks") == "blocks":
         return None
     full = np.flatnonzero(np.diff(shard.token_offsets()) == manifest.block).tolist()
     rows = (row for row in full if len(shard.cell("sources", row)) == 1)

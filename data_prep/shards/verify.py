@@ -127,7 +127,7 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
         segments.append(np.diff(offsets))
         if len(ids) and int(ids.max()) >= manifest.vocab_size:
             yield f"{path} has id {ids.max()}, but the vocabulary has {manifest.vocab_size} tokens"
-        complete = manifest.kind == "text" and manifest.config.get("packing") != "best_fit"
+        complete = manifest.kind == "text" and manifest.config.get("packing", "blocks") == "blocks"
         if (tokens > manifest.block).any() or (complete and (tokens != manifest.block).any()):
             yield f"{path} has rows that are not {manifest.block} tokens"
         sums = np.add.reduceat(lengths, offsets[:-1]) if len(lengths) else tokens[:0]

@@ -194,13 +194,15 @@ def write_shard(
 
     with part_file(directory / name) as file:
         block = config.sequence_len
-        best_fit = config.packing == "best_fit"
-        writer = ShardWriter(file, config.kind, dtype, domains, rows_at_once(block) if best_fit else ROWS)
-        if config.kind == "text" and not best_fit:
+        text = config.kind == "text"
+        whole = text and config.packing != "blocks"
+        writer = ShardWriter(file, config.kind, dtype, domains, rows_at_once(block) if whole else ROWS)
+        if text and not whole:
             _pack_blocks(writer, counted_parts(), block, quota, counts)
         else:
-            parts = _cut_parts(counted_parts(), block, counts) if best_fit else counted_parts()
-            counts["weighted_spans"] = _pack_bins(writer, parts, block, dtype, directory)
+            parts = _cut_parts(counted_parts(), block, counts) if whole else counted_parts()
+            alone = config.packing == "none"
+            counts["weighted_spans"] = _pack_bins(writer, parts, block, dtype, directory, alone)
         info = writer.finish(directory / name, documents, counts, ends)
         check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
@@ -249,8 +251,9 @@ def _pack_bins(
     block: int,
     dtype: np.dtype,
     directory: Path,
+    alone: bool,
 ) -> int:
-    """Pack bins, and return the number of spans with a weight.
+    """Pack bins, and return the number of spans with a weight. alone: give each example its own row.
 
     Bins need all lengths of the shard first, so the ids wait in an unnamed file.
     """
@@ -273,7 +276,8 @@ def _pack_bins(
             lengths = np.concatenate([part.lengths for _, part in members])
             sources = np.concatenate([part.sources for _, part in members])
             spans = [span for _, part in members for span in part.spans]
-            for rows in packed_rows(ids, np.concatenate(starts), lengths, spans, sources, block, domain):
+            examples = ids, np.concatenate(starts), lengths, spans, sources
+            for rows in packed_rows(*examples, block, domain, alone):
                 writer.add(rows)
                 weighted += int((rows.weights != 1).sum())
         del ids

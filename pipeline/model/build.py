@@ -64,7 +64,8 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
         raise UserError(_describe_load_error(config.path, error, key), code="model") from None
     for name, actual, expected in _differences(hf_config, config.architecture or {}):
         problem = f"model.path={config.path} has {name}={actual!r}, model.architecture has {expected!r}"
-        raise UserError(f"{problem}. Correct one of them.", code="architecture")
+        cure = "Set model.architecture=null to use the settings of the model, or correct one of them"
+        raise UserError(f"{problem}. {cure}.", code="architecture")
     return extend_rope(hf_config, config.rope)
 
 

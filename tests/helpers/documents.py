@@ -1,8 +1,8 @@
 """Read the code blocks, links and names in README.md and docs/.
 
-Code is in fenced blocks. A `bash` block runs unchanged in an installed checkout, unless its first line lists
-what it needs (`# needs: GPUs, hub`). A `yaml` or `python` block whose first line is a file name holds that
-file. The reader replaces words in capitals (RECIPE, DIR). The code cells of a notebook form one program.
+Code is in fenced blocks. A `bash` block runs unchanged in an installed checkout, unless a comment before it
+lists what it needs (`<!-- needs: GPUs, hub -->`). A `yaml` or `python` block whose first line is a file name
+holds that file. The reader replaces words in capitals (RECIPE, DIR). The code cells of a notebook form one program.
 """
 
 from __future__ import annotations
@@ -66,12 +66,7 @@ class Block:
     where: str  # docs/how-to/lora.md:12
     language: str
     text: str
-
-    @property
-    def needs(self) -> list[str]:
-        """The needs listed in the first line."""
-        first = self.text.partition("\n")[0]
-        return first.removeprefix("# needs: ").split(", ") if first.startswith("# needs: ") else []
+    needs: tuple[str, ...] = ()  # what the comment before it lists
 
     @property
     def file(self) -> str | None:
@@ -110,8 +105,16 @@ def blocks(path: Path) -> list[Block]:
     name = path.relative_to(REPO) if path.is_relative_to(REPO) else path.name
     if path.suffix == ".ipynb":
         return [Block(str(name), "python", program(path))]
-    fences = [token for token in _parsed(path) if token.type == "fence"]
-    return [Block(f"{name}:{t.map[0] + 1}", t.info, t.content) for t in fences if t.map]
+    return [
+        Block(f"{name}:{token.map[0] + 1}", token.info, token.content, _needs(before))
+        for before, token in pairwise([Token("", "", 0), *_parsed(path)])
+        if token.type == "fence" and token.map
+    ]
+
+
+def _needs(token: Token) -> tuple[str, ...]:
+    match = re.match(r"<!-- needs: (.*) -->", token.content) if token.type == "html_block" else None
+    return tuple(match[1].split(", ")) if match else ()
 
 
 def program(notebook: Path) -> str:

@@ -65,7 +65,7 @@ MISTAKES = {
     "[x](#no-heading)": "#no-heading",
     "    make quickstart\n": "indented",
     "```sh\nmake\n```": "language",
-    "```bash\n# needs: luck\nmake\n```": "luck",
+    "<!-- needs: luck -->\n```bash\nmake\n```": "luck",
     "```bash\nemo plan RECIPE --seeds 1\n```": "--seeds",  # an option of eval
     "```bash\n./launch/continual.sh launch/recipes/none.yaml\n```": "launch/recipes/none.yaml",
     "`emo prepare --bst`": "--bst",

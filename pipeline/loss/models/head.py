@@ -110,7 +110,7 @@ def separate_documents(model: Any, positions: Tensor, inputs: MicroBatch) -> Non
 def packing_problem(model: Any) -> str:
     """Return why packed rows cannot train `model`, in one line."""
     attention = model.config._attn_implementation
-    cure = "train on rows of one document each, or use another family (LLaMA, OPT, Mistral, Qwen, Gemma)"
+    cure = "prepare the data with data.packing=none, or use another family (LLaMA, OPT, Mistral, Qwen, Gemma)"
     if uses_segments(attention):
         cure = "set attn_implementation=sdpa or eager"
     problem = (

@@ -106,6 +106,32 @@ def test_blocks_are_the_concatenated_documents_cut(
     }
 
 
+LIMIT = {"limit_tokens": 100}
+
+
+@pytest.mark.parametrize("kind", ["text", "instruct"])
+def test_without_packing_each_document_has_its_own_row(tmp_path: Path, kind: str) -> None:
+    """The rows hold the same documents and labels as packed rows."""
+    if kind == "text":
+        write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(60)))
+    else:
+        write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
+    found, amounts = [], []
+    for number, packing in enumerate(["best_fit" if kind == "text" else "blocks", "none"]):
+        options = {"dir": str(tmp_path / str(number)), "sequence_len": 128, "packing": packing}
+        config = prepared(tmp_path, kind=kind, **options)
+        assert verify(config.dir)[1] == []
+        data = train_set(config)
+        rows = range(len(data))
+        found.append(Counter(tuple(part.tolist()) for row in rows for part in data.documents_of(row)))
+        amounts.append((data.manifest.valid_tokens, data.manifest.documents))
+    assert found[0] == found[1] and amounts[0] == amounts[1]
+    assert len(data) == data.manifest.segments == found[1].total()
+
+
+LIMIT = {"limit_tokens": 100}
+
+
 def test_best_fit_cuts_only_documents_longer_than_a_row(tmp_path: Path) -> None:
     """Short documents are dropped, and long documents are in a separate domain."""
     rng = np.random.default_rng(0)
@@ -136,9 +162,9 @@ def test_best_fit_cuts_only_documents_longer_than_a_row(tmp_path: Path) -> None:
     counts = {"short_documents": len(short), "short_documents_tokens": sum(short)}
     counts["cut_documents"] = sum(len(ids) > 64 for ids in used)
     assert manifest.counts == {name: 2 * count for name, count in counts.items()}
-    for wrong in ({"kind": "instruct"}, {"limit_tokens": 100}):
-        with pytest.raises(UserError, match="packing: best_fit"):
-            data_config(tmp_path, packing="best_fit", **wrong)
+    for packing, wrong in [("best_fit", {"kind": "instruct"}), ("best_fit", LIMIT), ("none", LIMIT)]:
+        with pytest.raises(UserError, match=f"packing: {packing}"):
+            data_config(tmp_path, packing=packing, **wrong)
     with pytest.raises(UserError, match="domain web-long"):
         data_config(tmp_path, sources=[source, source | {"domain": "web-long"}], long_doc_tokens=120)
     with refused("no-rows") as error:
