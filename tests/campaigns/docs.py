@@ -12,9 +12,9 @@ Words in capitals are filled in, and `--data hub` becomes a directory. Every pag
 recipes and finished runs. `emo train RECIPE key=value` gets a new run directory, so that it does not resume.
 
 A block after a comment with its needs (`<!-- needs: GPUs, hub -->`) is not run. Its recipes are planned
-(`--dry_run`), the arguments of its `emo` commands are parsed, and the names in other commands are looked up. `make` targets are
-checked with `make --dry-run`. The table shows how each command was checked. Writes runs/docs.json. Exits with
-code 1 if a command failed.
+(`--dry_run`), the arguments of its `emo` commands are parsed, and the names in other commands are looked up.
+`make` targets are checked with `make --dry-run`. The table shows how each command was checked. Writes
+runs/docs.json. Exits with code 1 if a command failed.
 """
 
 from __future__ import annotations

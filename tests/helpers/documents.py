@@ -2,7 +2,8 @@
 
 Code is in fenced blocks. A `bash` block runs unchanged in an installed checkout, unless a comment before it
 lists what it needs (`<!-- needs: GPUs, hub -->`). A `yaml` or `python` block whose first line is a file name
-holds that file. The reader replaces words in capitals (RECIPE, DIR). The code cells of a notebook form one program.
+holds that file. The reader replaces words in capitals (RECIPE, DIR). The code cells of a notebook form one
+program.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ FOREIGN = {
     "vllm",
     "hf",
     "llama.cpp",
+    "lm_eval",
 }
 # Docker options that the documents mention without a command.
 DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--shm-size", "--tmpfs"}
