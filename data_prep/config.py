@@ -62,7 +62,7 @@ NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # pattern of names of domains and vali
 MAX_TOKENS = 1 << 20  # in a row
 INSTRUCTION = (
     *("instruction", "input", "output", "system", "history", "weight"),
-    *("messages", "role", "content", "tools"),
+    *("messages", "role", "content", "tools", "template_variables"),
 )
 PARTS = {"text": ("text",), "instruct": INSTRUCTION}  # keys of Source.columns
 
@@ -96,7 +96,7 @@ class Source(Section):
     columns: dict[str, str] | None = mark(SET, None)
     """Names of your columns, as part: column. Text has the part text. Instructions have instruction, input,
     output, system and history, or messages with the keys role and content, and weight. Chat templates also
-    have tools."""
+    have tools and template_variables."""
     clean: Literal["none", "writingprompts", "ag_news"] = "none"
     """Undo the escapes of a known data set."""
     weight: float = Field(1.0, gt=0, le=10_000)

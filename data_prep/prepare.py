@@ -80,7 +80,7 @@ from .selection.similarity import contamination
 from .selection.stages import PlanFinishedError
 from .selection.token_limit import TokenLimit
 from .shards import costs, manifests, tokenizer
-from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
+from .shards.encode import SPECIAL, Encoded, EncodeSettings, counting, encoding, words_agree
 from .shards.format import HASHES, MANIFEST, ShardInfo, read_manifest, shard_name, token_dtype
 from .shards.manifests import GRAMS, OVERLAP
 from .shards.reencode import PlainEncoder, ShardCheck
@@ -203,10 +203,16 @@ def prepare(
         hashes.save()
         job.stopwatch.save(config.dir, shard, workers)
     lost = describe_left_out(loaded.plan.summary)
+    special = 0
     for split in config.splits:
         notes = list(manifests.read_notes(config, split).values())
         lost += [f"{split}: {line}" for line in describe_losses(config, split, notes)]
+        special += sum(note.counts.get(SPECIAL, 0) for note in notes)
     say(f"{job.name}: cut or dropped: {'; '.join(lost) or 'nothing'}")
+    if special:
+        documents = counted(special, "document")
+        advice = "are read as text. For chats, set data.kind=instruct"
+        say(f"{job.name}: note: {documents} with special tokens of the tokenizer, which {advice}")
 
 
 class Preparation:

@@ -37,6 +37,7 @@ from .templates import Chat
 from .weights import AnswerWeights
 
 CACHE_SIZE = 4096  # texts between signs that are remembered
+WRITERS = 64  # variables of single chats whose writers are remembered
 THOUGHTS = (*REASONING, INSIDE)
 # Fields that a template must write. Other fields, such as name, are only counted.
 REQUIRED = (
@@ -100,8 +101,10 @@ class WrittenAnswer(NamedTuple):
 class ChatWriter:
     """Writes chats as examples by one template, and remembers what it learned about the template."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, of_chat: str = "") -> None:
+        """Write chats whose own variables of the template are `of_chat`, or any chats if it is empty."""
         self.template = template
+        self._of_chat = of_chat
         self.renderer = Renderer(template)
         self._last_read: tuple[Chat, list[Message], Any] | None = (
             None  # the last chat, its messages and tools
@@ -109,10 +112,26 @@ class ChatWriter:
         self._last_seen: tuple[SignedChat, set[int]] | None = (
             None  # its signs in the text, if it is one example
         )
+        self._last_form: Any = None  # one of CALL_FORMS, in which the template wrote the last chat
         self._offsets: dict[Any, Span | None] = {}
+        self._others: dict[str, ChatWriter] = {}  # for the variables of single chats
+
+    def _of(self, chat: Chat) -> ChatWriter:
+        """Return the writer for the template's variables in a chat."""
+        if chat.variables == self._of_chat:
+            return self
+        if chat.variables not in self._others:
+            if len(self._others) >= WRITERS:
+                self._others.clear()
+            variables = json.dumps(json.loads(self.template.variables) | json.loads(chat.variables))
+            template = self.template._replace(variables=variables)
+            self._others[chat.variables] = ChatWriter(template, chat.variables)
+        return self._others[chat.variables]
 
     def examples(self, chat: Chat, exact: bool = False) -> list[ChatExample]:
         """Return the examples of a chat. With `exact` every prompt is rendered. Raises RefusedError."""
+        if (writer := self._of(chat)) is not self:
+            return writer.examples(chat, exact)
         examples = self._try_forms(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
         if not chat.weights and self.template.reasoning_weight == 1:
             return examples
@@ -126,6 +145,8 @@ class ChatWriter:
 
     def left_out(self, chat: Chat, examples: list[ChatExample]) -> list[str]:
         """Return the fields of a chat that are not completely in its examples."""
+        if (writer := self._of(chat)) is not self:
+            return writer.left_out(chat, examples)
         return self._try_forms(chat, lambda messages, tools: self._left_out(messages, tools, examples))
 
     # --- what the template gets ---------------------------------------------------------------------------
@@ -135,13 +156,17 @@ class ChatWriter:
         if self._last_read is None or self._last_read[0] is not chat:  # each chat is read twice
             self._last_read = (chat, *self._read(chat))
             self._last_seen = None
+            self._last_form = None
         _, messages, tools = self._last_read
         has_calls = any(message.get("tool_calls") for message in messages)
+        forms = self._call_forms if has_calls else CALL_FORMS[:1]
         refused = None
         # The form depends only on the template and on the chat, never on the rows before it.
-        for form in self._call_forms if has_calls else CALL_FORMS[:1]:
+        for form in forms if self._last_form is None else [self._last_form]:
             try:
-                return function(form(messages), tools)
+                result = function(form(messages), tools)
+                self._last_form = form
+                return result
             except RefusedError as error:
                 # The template's own error about one form is less useful than why another form fails.
                 if refused is None or refused.reason == "refused_by_chat_template":
@@ -456,7 +481,14 @@ class ChatWriter:
         signed, seen = self._last_seen or self._find_signs(messages, tools, examples)
         if signed is None:
             return []
-        missing = {field for sign, field in enumerate(signed.fields) if sign not in seen}
+        indices = assistant_indices(messages)
+        learned = {indices[answer.number] for example in examples for answer in example.answers}
+        missing = {
+            (index, field)
+            for sign, (index, field) in enumerate(signed.fields)
+            # Templates leave out the reasoning of earlier answers, as the model's prompt does.
+            if sign not in seen and (field not in THOUGHTS or index in learned)
+        }
         # A template reads one of the keys of reasoning, and `close_thinking` may have written it.
         thoughts = {index: reasoning_of(messages[index]) for index, field in missing if field in THOUGHTS}
         text = "".join(example.text for example in examples) if thoughts else ""

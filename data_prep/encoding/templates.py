@@ -40,6 +40,7 @@ class Chat(NamedTuple):
     unused: int = 0  # messages left out before the first prompt and after the last response
     unsupervised: tuple[int, ...] = ()  # numbers of the answers that the row marks as without loss
     weights: tuple[AnswerWeights, ...] = ()  # of each answer; empty: all are 1
+    variables: str = ""  # JSON: variables of the template for this chat, over data.template_variables
 
 
 class Turn(NamedTuple):

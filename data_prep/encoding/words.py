@@ -208,6 +208,17 @@ def _special_tokens(directory: Path, content: str) -> frozenset[str]:
     return frozenset(added | set(special_names(directory).values()))
 
 
+def special_pattern(directory: Path) -> re.Pattern[str]:
+    """Return a pattern of the special tokens of a saved tokenizer, without the one for unknown text."""
+    specials = {*special_tokens(directory)} - {special_names(directory).get("unk_token", ""), ""}
+    by_start: dict[str, list[str]] = {}
+    for special in sorted(specials, key=len, reverse=True):
+        by_start.setdefault(special[0], []).append(re.escape(special[1:]))
+    # `re` finds a single first character fast.
+    groups = [f"{re.escape(first)}(?:{'|'.join(rests)})" for first, rests in sorted(by_start.items())]
+    return re.compile("|".join(groups) or r"(?!)")
+
+
 def encoder(directory: Path, continuing: bool = False, markup: bool = False) -> Tokenizer:
     """Return an encoder of a saved tokenizer that adds no special tokens and finds none in the text.
 

@@ -23,7 +23,7 @@ from ..encoding.pack import SPAN
 from ..encoding.templates import Chat, Conversation, render
 from ..encoding.tokenizer import TokenizerFacts
 from ..encoding.weights import AnswerWeights, weighted_answer
-from ..encoding.words import TextEncoder
+from ..encoding.words import TextEncoder, special_pattern
 from ..selection.plan import Plan, ShardPart
 from ..selection.similarity.contamination import Finder, load
 from ..sources.files import AGAIN
@@ -36,6 +36,7 @@ from .reencode import Sampled, sample
 NONE = np.zeros(0, np.int64)
 SAMPLE_CHARS = 1000  # compared characters of a row
 SHORT = "short_documents"  # counted among the losses
+SPECIAL = "documents_with_special_tokens"  # in their text
 
 Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and SPAN [k] their supervised spans
 
@@ -79,6 +80,7 @@ class RowEncoder:
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
         self.text = TextEncoder(settings.directory, self.dtype, settings.by_words)
+        self.special = special_pattern(settings.directory)
         self.bos = np.array(facts.start, self.dtype).tobytes()
         self.eos = b"" if facts.eos_id is None else self.dtype.type(facts.eos_id).tobytes()
         self.chat = None if settings.chat is None else ChatEncoder(settings.directory, settings.chat)
@@ -110,7 +112,8 @@ class RowEncoder:
 
         Token ids are unchanged. `name`: the source, for errors.
         """
-        written = iter(self.text.encode([text for text in texts if isinstance(text, str)]))
+        plain = [text for text in texts if isinstance(text, str)]
+        written = iter(self.text.encode(plain))
         size = self.settings.tokenizer.vocab_size
         encoded = []
         for text in texts:
@@ -127,6 +130,7 @@ class RowEncoder:
         lengths = np.array([self._count(ids) for ids in encoded], np.int64)
         short = lengths < self.settings.min_tokens
         counts = Counter({SHORT: int(short.sum()), f"{SHORT}_tokens": int(lengths[short].sum())})
+        counts[SPECIAL] = sum(self.special.search(text) is not None for text in plain)
         lengths[short] = 0
         encoded = [ids if length else b"" for ids, length in zip(encoded, lengths.tolist(), strict=True)]
         return Encoded(self._array(b"".join(encoded)), lengths, [], _hashes(encoded), len(texts), counts)

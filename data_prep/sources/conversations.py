@@ -17,9 +17,10 @@ ROLES = {
     "system": ("system",),
     "developer": ("developer",),  # OpenAI's newer models name the system role like this
     "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", "function_call"),
-    "tool": ("tool", "function", "observation"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", "ai", "function_call", "tool_call"),
+    "tool": ("tool", "function", "observation", "tool_response"),
 }
+CALL_ROLES = ("function_call", "tool_call")  # ShareGPT's and ms-swift's: the content is a call
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 # Keys of a message that turn its loss on or off, and their value for a message with loss: axolotl's train and
 # training, ms-swift's loss, torchtune's masked.
@@ -39,7 +40,7 @@ CLOSED = re.compile(rf"^</({TAGS})>", re.M)  # end of reasoning in a content
 class Message(NamedTuple):
     """A message of a chat."""
 
-    role: str  # one of ROLES, or the unknown role in the row
+    role: str  # one of ROLES
     content: str | None
     extra: dict[str, object]  # keys that only a chat_template reads: tool_calls, name, reasoning_content ...
     loss: AnswerWeights = AnswerWeights()
@@ -84,7 +85,7 @@ def _prompt_and_completion(row: Mapping[str, object], spec: RowSpec) -> tuple[st
 
 def _parse_messages(row: Mapping[str, object], column: str, spec: RowSpec) -> list[Message]:
     """Return the messages in a column of a row."""
-    messages = row[column]
+    messages = parse_json(row[column])
     if not isinstance(messages, list):
         raise wrong_type(column, messages, "a list of messages")
     return [_parse_message(message, f"{column}[{i}]", spec) for i, message in enumerate(messages)]
@@ -166,9 +167,11 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
     if spec.chat:
         # Servers log fields that a message lacks as null or as an empty list.
         extra = {k: v for k, v in message.items() if k not in keys and v not in (None, [], {})}
+    if "tool_calls" in extra:  # a table has them as text if their arguments differ in type
+        extra["tool_calls"] = _parse_calls(extra["tool_calls"], where)
     call = extra.pop("function_call", None)  # OpenAI's older form, and ShareGPT's as a role
-    if role == "function_call" and spec.chat:
-        call = _parse_json(content)
+    if role in CALL_ROLES and spec.chat:
+        call = parse_json(content)
         content = None
     if call is not None:
         calls = call if isinstance(call, list) else [call]  # LLaMA-Factory writes parallel calls as a list
@@ -186,12 +189,24 @@ def _parse_message(message: Any, where: str, spec: RowSpec) -> Message:
         content = _join_parts(content, where, contents[0])
     if not isinstance(content, str | None):
         raise wrong_type(f"{where}.{contents[0]}", content)
-    role = ROLE_OF.get(str(role), str(role))
+    role = str(role)
+    if role not in ROLE_OF:
+        known = ", ".join(ROLE_OF)
+        raise RowError("wrong_type", f"{where} has the unknown role {role[:40]!r}. Known: {known}")
+    role = ROLE_OF[role]
     loss = _read_loss(message, role, where, len(content or ""))
     cleaned = None if content is None else clean_text(content, spec.clean)
     if loss.parts is not None and cleaned != content:
         raise RowError("wrong_type", f"{where} weights parts of a content that clean={spec.clean} changes")
     return Message(role, cleaned, extra, loss)
+
+
+def _parse_calls(value: object, where: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a message, which may be JSON text."""
+    calls = parse_json(value)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise wrong_type(f"{where}.tool_calls", value, "a list of calls")
+    return calls
 
 
 def _is_call(value: Any) -> bool:
@@ -321,24 +336,36 @@ def _to_chat(messages: list[Message], row: Mapping[str, object], spec: RowSpec) 
     front = next((i for i, message in enumerate(messages) if message.role not in PREFACES), len(messages))
     begin = next((i for i in range(front, len(messages)) if messages[i].role != "assistant"), len(messages))
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
-    if last <= begin or any(message.role not in ROLES for message in messages):
+    if last <= begin:
         raise _bad_roles(messages)
-    tools = _read_tools(row, spec)
     used = [*messages[:front], *messages[begin : last + 1]]
     trees = [_message_tree(message) for message in used]
-    return Chat(to_json(trees), tools, len(messages) - len(used), *_weights_of(used, row, spec))
+    left_out = len(messages) - len(used)
+    weights = _weights_of(used, row, spec)
+    return Chat(to_json(trees), _read_tools(row, spec), left_out, *weights, _read_variables(row, spec))
 
 
 def _read_tools(row: Mapping[str, object], spec: RowSpec) -> str:
     """Return the schemas of a row's tools as JSON, or ''. The column holds a list, or the list as JSON."""
     name = spec.find(row, "tools")
-    tools = None if name is None else _parse_json(row[name]) or None
+    tools = None if name is None else parse_json(row[name]) or None
     if name is None or tools is None:
         return ""
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise wrong_type(name, tools, "a list of tools")
     tools = tools if isinstance(row[name], str) else without_nulls(tools)
     return to_json([_wrap_function(tool) for tool in tools])
+
+
+def _read_variables(row: Mapping[str, object], spec: RowSpec) -> str:
+    """Return a row's variables of the chat template as JSON, or ''. The column has an object or JSON text."""
+    name = spec.find(row, "template_variables")
+    variables = None if name is None else without_nulls(parse_json(row[name])) or None
+    if name is None or variables is None:
+        return ""
+    if not isinstance(variables, dict):
+        raise wrong_type(name, variables, "an object with variables of the chat template")
+    return json.dumps(variables, sort_keys=True, default=str)
 
 
 def _wrap_function(value: dict[str, Any]) -> dict[str, Any]:
@@ -363,7 +390,7 @@ def _message_tree(message: Message) -> dict[str, object]:
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and "arguments" in function:
-            function["arguments"] = _parse_json(function["arguments"])
+            function["arguments"] = parse_json(function["arguments"])
         if isinstance(call, dict) and function is not call:
             call.setdefault("type", "function")
     thought = any(isinstance(message.extra.get(key), str) for key in REASONING)
@@ -395,7 +422,7 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _parse_json(value: Any) -> Any:
+def parse_json(value: Any) -> Any:
     """Return the value of JSON text, or any other value unchanged."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):

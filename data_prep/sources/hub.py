@@ -57,8 +57,7 @@ class DatasetReader(TableReader):
                 return datasets.load_dataset(
                     source.hub, source.config, split=source.split, revision=source.revision
                 )
-            dataset = datasets.load_from_disk(str(self.path))
-            return dataset[source.split] if isinstance(dataset, datasets.DatasetDict) else dataset
+            return _take_split(datasets.load_from_disk(str(self.path)), source.split)
         except Exception as error:  # offline, unknown, gated, damaged, no such split: many classes
             kind = "hub data set" if self.path is None else "saved data set"
             raise UserError(
@@ -66,3 +65,17 @@ class DatasetReader(TableReader):
                 "split, connect to the network once, or use files instead",
                 code="hub",
             ) from None
+
+
+def _take_split(saved: Any, split: str) -> Any:
+    """Return a split of a saved data set, or a slice of it such as train[:10%]."""
+    import datasets
+
+    if isinstance(saved, datasets.DatasetDict):
+        splits = dict(saved)
+    else:
+        splits = dict.fromkeys(("train", str(saved.split)), saved)
+    lengths = {name: len(part) for name, part in splits.items()}
+    ranges = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in ranges]
+    return datasets.concatenate_datasets(parts)

@@ -169,6 +169,12 @@ def _open_file(source: Source, name: str, spec: RowSpec, path: File, size: int) 
             f"{', '.join(COMPRESSIONS)}",
             code="unknown-ending",
         )
+    if source.split != "train":
+        raise UserError(
+            f"{path} is a file, and only hub and saved data sets have splits. Remove split={source.split}, or "
+            "name the file of the split",
+            code="source-format",
+        )
     spec = spec._replace(lines=ending in (".jsonl", ".json"))
     reader = READERS[ending]
     if ending == ".txt":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..encoding.chat_templates import REASONING
 from ..encoding.templates import Chat, Conversation
-from .conversations import ALL_LOSS_KEYS, parse_instruction, to_json
+from .conversations import ALL_LOSS_KEYS, parse_instruction, parse_json, to_json
 from .spec import (
     Payload,
     Rejected,
@@ -233,7 +233,7 @@ def _identity(row: Conversation | Chat) -> str:
     if isinstance(row, Conversation):
         identity = to_json((row.exchanges, row.system))
     else:
-        identity = f"{row.messages}\n{row.tools}"
+        identity = f"{row.messages}\n{row.tools}" + (f"\n{row.variables}" if row.variables else "")
     return identity + (f"\n{row.unsupervised}" if row.unsupervised else "")
 
 
@@ -291,12 +291,12 @@ def find_columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
             if spec.kind == "instruct" and (column := chat_column(row, spec)) is not None:
                 read.add(column)
                 if not spec.chat:
-                    keys = {str(key) for message in row[column] for key in message}
+                    keys = {str(key) for message in parse_json(row[column]) for key in message}
                     keys -= {*spec.names("role"), *spec.names("content"), *ALL_LOSS_KEYS}
                     present |= {f"{column}[].{key}" for key in keys}
             elif spec.kind == "instruct":
                 parts += ["history", "instruction", "input", "output"]
             parts += ["weight"] if spec.kind == "instruct" else []
-            parts += ["tools"] if spec.chat else []
+            parts += ["tools", "template_variables"] if spec.chat else []
             read |= {name for part in parts if (name := spec.find(row, part)) is not None}
     return read, present - read

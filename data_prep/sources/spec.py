@@ -34,6 +34,7 @@ NAMES = {  # each part of a row, as `columns` of a recipe names it, and the colu
     "history": ("history",),  # earlier exchanges: pairs of prompt and response
     "messages": ("messages", "conversations"),
     "tools": ("tools",),  # JSON schemas of tools that the assistant may call, for a chat template
+    "template_variables": ("chat_template_kwargs",),  # variables of the chat template, as in TRL
     "weight": ("weight",),  # of the loss of a row
     "role": ("role", "from"),  # of a message
     "content": ("content", "value"),

@@ -220,6 +220,27 @@ def test_fields_left_out_by_a_template_are_found(template: str, lost: list[str])
     assert writer.left_out(chat, writer.examples(chat)) == lost
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_reasoning_of_earlier_answers_may_be_left_out(inside: bool) -> None:
+    """Templates leave it out in the prompts of the model, too. Only that of learned answers must be there."""
+    says = (
+        "{% set parts = m.content.split('</think>') %}{% if m.role == 'assistant' and loop.last %}<think>\n"
+    )
+    says += "{{ m.reasoning_content or parts[0].replace('<think>', '').strip() }}\n</think>\n\n{% endif %}"
+    template = CHATML.replace("{{ m.content }}", says + "{{ parts[-1].strip() }}")
+    thoughts: list[dict[str, Any]] = [
+        {"content": f"<think>\n{text}\n</think>\n\na"} if inside else {"reasoning_content": text}
+        for text in ("oh", "hm")
+    ]
+    turns = talk(("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "a"))["messages"]
+    row = {
+        "messages": [turns[0], turns[1] | thoughts[0] | {"train": False}, turns[2], turns[3] | thoughts[1]]
+    }
+    writer, chat = writer_of(template), read_chat(row)
+    assert learned(writer, row) == ["<think>\nhm\n</think>\n\na<|im_end|>"]
+    assert writer.left_out(chat, writer.examples(chat)) == []
+
+
 def test_rows_with_fields_left_out_are_counted_or_rejected(tmp_path: Path) -> None:
     rows = [
         messages_of(1, "plain"),
@@ -386,6 +407,20 @@ def test_template_variables_reach_the_template_and_the_settings(tmp_path: Path) 
             data_config(tmp_path, **options(template, template_variables=wrong))
 
 
+def test_a_row_may_set_variables_of_the_template(tmp_path: Path) -> None:
+    """As in TRL, the column chat_template_kwargs has priority over data.template_variables."""
+    template = "{{ mood }}{% if loud %}!{% endif %}" + CHATML
+    values: list[Any] = [None, {"mood": "wild", "loud": None}, '{"loud": true}', {}]
+    turns = talk(("user", "q"), ("assistant", "a"))
+    write_jsonl(tmp_path / "a.jsonl", [turns | {"chat_template_kwargs": value} for value in values])
+    config = prepared(tmp_path, **options(template, template_variables={"mood": "calm"}, shards=1))
+    assert [text.partition("<")[0] for text, _ in chats(config)] == ["calm!", "calm", "wild"]
+    assert not verify(config.dir)[1]
+    write_jsonl(tmp_path / "a.jsonl", [turns | {"chat_template_kwargs": "loud"}])
+    with pytest.raises(UserError, match="chat_template_kwargs must be an object"):
+        prepared(tmp_path, **options(template, dir=str(tmp_path / "other")))
+
+
 def test_turns_that_end_with_the_next_role_token_are_learned(tmp_path: Path) -> None:
     """As in GLM's template, the token that begins the next turn ends each answer, also the last one."""
     template = (
@@ -460,6 +495,14 @@ def test_the_form_of_calls_does_not_depend_on_earlier_rows(content: Any) -> None
     for said in (call | {"content": ""}, other, call | {"content": ""}):
         row = {"messages": [{"role": "user", "content": "q"}, said]}
         assert learned(writer, row) == ['{"arguments": {"town": "Oslo"}}<|im_end|>']
+
+
+def test_special_tokens_in_text_are_counted(tmp_path: Path) -> None:
+    """They are characters there, because a text that mentions them must not end a turn."""
+    rows = [{"text": f"{i} <|im_start|>user" if i % 3 else f"{i} < |im_start"} for i in range(90)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    config = data_config(tmp_path, tokenizer=str(tokenizer_with(CHATML)))
+    assert any("60 documents with special tokens" in line for line in run(config))
 
 
 @needs_trl

@@ -125,6 +125,12 @@ def test_all_parts_of_a_row_are_read(row: Any, expected: Conversation) -> None:
     assert (read(row), read(row, chat=True).unsupervised) == (expected, ())
 
 
+def test_messages_may_be_json_text() -> None:
+    for row in (talk(("user", "q"), ("assistant", "a")), talk(("human", "q"), ("ai", "a"))):
+        assert read({"messages": json.dumps(row["messages"])}) == talked(("q", "a"))
+    assert read({"messages": "Hello"}).reason == "wrong_type"
+
+
 def test_a_chat_keeps_the_keys_of_its_system_message() -> None:
     """Some templates read the tools there."""
     for content in ("s", ""):
@@ -165,6 +171,9 @@ def test_all_text_of_a_message_is_checked(key: str) -> None:
     [
         ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}, 1),
         ({"from": "function_call", "value": F}, 1),
+        ({"role": "tool_call", "content": F}, 1),
+        ({"role": "assistant", "tool_calls": f'[{{"type": "function", "function": {F}}}]'}, 1),
+        ({"role": "assistant", "tool_calls": "[1]"}, None),
         ({"from": "function_call", "value": f"[{F}, {F}]"}, 2),
         ({"role": "assistant", "content": "a", "function_call": None}, 0),
         ({"from": "function_call", "value": "no JSON"}, None),
@@ -231,6 +240,7 @@ def test_a_prompt_and_its_completion_may_be_messages() -> None:
         ({"messages": [USER | {"train": True}, ANSWER]}, "wrong_type"),  # users are never trained on
         ({**PAIR, "output": "", "answer": "B"}, "empty_response"),  # an empty column is not skipped
         ({"messages": [], **PAIR}, "bad_roles"),
+        (talk(("user", "q"), ("critic", "r"), ("assistant", "a")), "wrong_type"),
         (talk(("assistant", "a"), ("user", "b")), "bad_roles"),
         (talk(("user", "q"), ("tool", "r"), ("assistant", "a")), "bad_roles"),
         (talk(("user", "a"), ("assistant", " ")), "empty_response"),
@@ -274,7 +284,7 @@ def test_unpaired_turns_of_a_chat_are_left_out_and_counted() -> None:
     ):
         chat = read(talk(*((role, f"{role}{i}") for i, role in enumerate(roles.split()))), chat=True)
         assert (" ".join(role for role, _ in spoken(chat)), chat.unused) == (used, unused)
-    for roles in ("system user", "assistant", "user critic assistant"):
+    for roles in ("system user", "assistant"):
         assert read(talk(*((role, role) for role in roles.split())), chat=True).reason == "bad_roles"
 
 

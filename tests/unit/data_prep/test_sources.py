@@ -507,6 +507,14 @@ def test_hub_and_saved_data_sets_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     saved.select(range(40)).save_to_disk(str(tmp_path / "one"))
     with refused("source-changed"):
         run(here)
+    for split, kept in (("train[:10]", texts(100)[:10]), ("test", [texts(100)[1]])):
+        assert read(tmp_path, files="two", split=split) == kept
+    assert read(tmp_path, files="one", split="train[50%:]") == texts(40)[20:]
+    with refused("hub"):
+        read(tmp_path, files="one", split="test")
+    put(tmp_path / "a.jsonl", texts(9))
+    with refused("source-format"):
+        read(tmp_path, files="a.jsonl", split="train[:5]")
     hub = {"hub": str(tmp_path / "repo"), "split": "train[:50]"}
     (source,) = train_set(prepared(tmp_path, sources=[hub])).manifest.sources
     assert (source["rows"], source["revision"]) == (50, "not pinned")
