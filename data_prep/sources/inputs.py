@@ -171,8 +171,8 @@ def _open_file(source: Source, name: str, spec: RowSpec, path: File, size: int) 
         )
     if source.split != "train":
         raise UserError(
-            f"{path} is a file, and only hub and saved data sets have splits. Remove split={source.split}, or "
-            "name the file of the split",
+            f"{path} is a file, and only hub and saved data sets have splits. Remove split={source.split}, "
+            "or name the file of the split",
             code="source-format",
         )
     spec = spec._replace(lines=ending in (".jsonl", ".json"))
