@@ -12,6 +12,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import cached_property
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm_eval.api.model import LM, CacheHook
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
 
     from ..icl.job import Job
 
+VERSION = 2  # of the answers, of the records and of the results made from them
 CHUNKS = {"generate_until": 64}  # requests of a kind that a killed job loses at most
 CHUNK = 512  # of the other kinds
 USUAL = 2048  # tokens: prompts are rarely longer
+SCORER = f"lm-eval {metadata.version('lm_eval')}, {VERSION}"
 
 
 class Fate(NamedTuple):
@@ -91,6 +94,7 @@ class StoredAnswers(LM):
             "dtype": model.dtype,
             "max_tokens": job.settings.max_tokens,
             "requests": content,
+            "scorer": SCORER,
         }
         entry = store.Entry(job.out / store.STORE, identity, job.say)
         chunk = CHUNKS.get(kind, CHUNK)
@@ -129,7 +133,11 @@ class RecordingHFLM(HFLM):
             )
         size = batch_size or max(1, BUDGET // min(context or USUAL, USUAL))
         super().__init__(
-            pretrained=model.model, tokenizer=model.fresh_tokenizer(), batch_size=size, max_length=max_tokens
+            pretrained=model.model,
+            tokenizer=model.fresh_tokenizer(),
+            batch_size=size,
+            max_length=max_tokens,
+            softmax_dtype="float32",  # sums of probabilities in bfloat16 make different answers equal
         )
         self.source = model.source
         self.ends = {*model.ends}

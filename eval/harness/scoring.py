@@ -7,10 +7,10 @@ import inspect
 import json
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -27,11 +27,12 @@ from ..icl.job import CHUNK, Job
 from ..models.model import EvaluatedModel
 from ..results import stats, store
 from ..results.directory import Record, TaskResult
-from .adapter import Fate, StoredAnswers
+from .adapter import SCORER, Fate, StoredAnswers
 
-VERSION = 1  # of the records and results made here
 BY = "lm-eval"  # that chooses the demonstrations
 PREFERRED = ("acc_norm", "acc", "exact_match")  # metrics that rows decide as right or wrong
+# Other metrics, such as F1, may be 0 or 1 in all rows of one model only.
+RIGHT_OR_WRONG = re.compile(r"(^|_)(acc|em)(_|$)|match|pass")
 # Errors that the code and templates of tasks raise.
 FAULTS = (
     ValueError,
@@ -97,7 +98,7 @@ def evaluate_harness_task(name: str, title: str, loaded: Any, job: Job) -> TaskR
     identity = {
         "task": name,
         "weights": job.model.digest,
-        "version": VERSION,
+        "version": SCORER,
         "answers": answers.contents,
         "result": store.digest_json(result),
         "records": store.digest_json(records),
@@ -196,15 +197,19 @@ def _summarise(job: Job, run: Run, name: str, title: str, records: list[Record])
     deciding = _deciding_metric(run)
     shots = sorted({int(part.get_config("num_fewshot") or 0) for part in run.tasks.values()})
     versions = sorted({str(part.VERSION) for part in run.tasks.values()})
-    generated = any(part.OUTPUT_TYPE == "generate_until" for part in run.tasks.values())
+    kinds = {part.OUTPUT_TYPE for part in run.tasks.values()}
+    max_tokens = job.settings.max_tokens
+    if max_tokens is None and "loglikelihood_rolling" in kinds:  # longer windows lower a perplexity
+        assert isinstance(job.model, EvaluatedModel)
+        max_tokens = job.model.context
     compared = {
         "test_rows": store.digest_json([[r["group"], r["id"], r["gold"]] for r in records])[:16],
         "prompt": store.digest_json(run.answers.contents)[:16],
         "score": deciding,
         "metrics": store.digest_json({key: _define_metrics(part) for key, part in run.tasks.items()})[:16],
-        "max_tokens": job.settings.max_tokens,
+        "max_tokens": max_tokens,
         "dtype": run.answers.dtype,
-        "scorer": f"lm-eval {metadata.version('lm_eval')}, {VERSION}",
+        "scorer": SCORER,
     }
     result: TaskResult = {
         "task": name,
@@ -216,14 +221,15 @@ def _summarise(job: Job, run: Run, name: str, title: str, records: list[Record])
         "score": deciding,
         "metrics": run.values,
         "n": len(records),
-        "answers_cut": sum(r["answer_cut"] for r in records) if generated else None,
+        "answers_cut": sum(r["answer_cut"] for r in records) if "generate_until" in kinds else None,
         "rows_shortened": sum(r["cut"] > 0 for r in records),
         "rows_cut": sum(r["cut"] > 0 for r in records),
     }
     scale = _scale(run, deciding) if all(r["value"] is not None for r in records) else ""
     unweighted = _unweighted(run, deciding)
     better = next(iter(run.tasks.values())).higher_is_better().get(deciding.split(",")[0])
-    if scale == "mean" and better is not False and all("correct" in r for r in records):
+    decides = RIGHT_OR_WRONG.search(deciding.split(",")[0]) and all("correct" in r for r in records)
+    if scale == "mean" and better is not False and decides:
         _add_accuracy(result, run, records, unweighted)
         return result
     scale = "" if unweighted else scale

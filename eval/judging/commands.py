@@ -16,7 +16,7 @@ from ..results.directory import Say
 from ..results.rows import evenly_spaced
 from .answers import SETS, add_template, read_questions, require_unique
 from .judges import JUDGES, Judge
-from .judging import FORMATS, Judging, judge_pairs, read_replies, write_prompts
+from .judging import FORMATS, Judging, describe_failures, judge_pairs, read_replies, write_prompts
 from .pairs import Judged, Pairs, pair_answers, read_labelled, read_verdicts
 
 TOKENS = 1024  # of an answer
@@ -78,7 +78,7 @@ def _add_judge(subparsers: Any) -> argparse.ArgumentParser:
     source.add_argument("--model", help="the judge's weights: a directory or hub id (the judge's own)")
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     source.add_argument("--write_prompts", help="write the prompts of both orders and exit", **file)
-    source.add_argument("--replies", help="read the replies to written prompts", **file)
+    source.add_argument("--replies", nargs="+", help="read the replies to written prompts", **file)
     text = "read existing verdicts: AlpacaEval's annotations.json, PandaLM's, or Auto-J's two files"
     source.add_argument("--from", dest="existing", nargs="+", help=text, **file)
     add("--format", default="jsonl", help=f"format of --write_prompts: {', '.join(FORMATS)} (jsonl)")
@@ -175,10 +175,11 @@ def _read_pairs(args: argparse.Namespace, say: Say) -> tuple[Pairs, int]:
 def _judge_replies(args: argparse.Namespace, judge: Judge, pairs: Pairs, left_out: int, say: Say) -> Judged:
     replies, by = read_replies(judge, pairs, args.replies, args.ask_for)
     if failed := sum("failed" in reply for row in replies for reply in row["replies"]):
-        say(f"{args.replies}: {failed} requests failed. Their replies count as unreadable.")
+        reason = describe_failures(reply for row in replies for reply in row["replies"])
+        say(f"{failed} requests failed ({reason}). Their replies count as unreadable.")
     if args.ask_for is None and by != judge.default_model:
-        say(f"{args.replies}: replies by {by}, but {judge.name} is meant for {judge.default_model}")
-    facts = {"from": [args.replies.name], "model": by, "left_out": left_out}
+        say(f"the replies are by {by}, but {judge.name} is meant for {judge.default_model}")
+    facts = {"from": [file.name for file in args.replies], "model": by, "left_out": left_out}
     return judge_pairs(judge, by, pairs, replies, facts)
 
 

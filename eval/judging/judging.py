@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from emo.common.errors import UserError
+from emo.common.errors import UserError, one_line
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
 
 from ..generation.decoding import Beams, Request, split_reasoning
@@ -34,6 +34,7 @@ VERSION = 2  # of everything that affects a reply
 IDENTICAL = "identical"
 NO_ROOM = "no_room"
 FORMATS = ("jsonl", "openai")
+REASONING_MODEL = re.compile(r"^(o\d|gpt-[5-9])")  # OpenAI's, which reject a temperature
 # The suffixes that services add to a requested model name: the date of the version that replied.
 SNAPSHOT = re.compile(r"-(\d{4}|\d{6}|\d{8}|\d{4}-\d{2}-\d{2})(-preview)?")
 
@@ -171,7 +172,9 @@ def write_prompts(
             if form == "openai":
                 body: Record = {"model": model or judge.remote or judge.model}
                 body |= {"messages": messages(prompt)} if judge.chat else {"prompt": prompt}
-                body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
+                body |= {"max_completion_tokens" if judge.chat else "max_tokens": tokens or judge.tokens}
+                if not REASONING_MODEL.match(str(body["model"])):  # which accept only their default
+                    body["temperature"] = 0
                 line = {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     store.replace(file, "".join(lines))
@@ -185,22 +188,26 @@ def _prompt_ids(judge: Judge, pairs: Pairs) -> list[list[str]]:
     return [[f"{digest}-{row}-{order}" for order in part] for row, part in enumerate(orders)]
 
 
-def read_replies(judge: Judge, pairs: Pairs, file: Path, asked: str | None) -> tuple[list[Record], str]:
+def read_replies(
+    judge: Judge, pairs: Pairs, files: Sequence[Path], asked: str | None
+) -> tuple[list[Record], str]:
     """Return the replies to the prompts of `write_prompts` for `judge_pairs`, and the model that wrote them.
 
     Raises UserError for an incomplete file, for missing, duplicate or foreign replies, and if the replies
     name no model, several models, or another one than `asked`. A reply whose request failed is unreadable:
-    {"text": "", "failed": true}.
+    {"text": "", "failed": why}.
 
     Args:
         judge: The judge.
         pairs: The pairs.
-        file: The replies.
+        files: The replies.
         asked: The model that must have written them (--ask_for), or None.
     """
     ids_by_pair = _prompt_ids(judge, pairs)
     expected = dict.fromkeys(name for names in ids_by_pair for name in names)
-    rows = read_json_rows(file) if expected else []  # no prompts if all pairs have identical answers
+    # There are no prompts if all pairs have identical answers.
+    rows = [row for file in files for row in read_json_rows(file)] if expected else []
+    file = " and ".join(map(str, files))
     ids = [str(row.get("custom_id", row.get("id"))) for row in rows]
     require_unique(ids, f"{file}: replies occur")
     foreign = [name for name in ids if name not in expected]
@@ -209,14 +216,13 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path, asked: str | None) -> t
         raise UserError(
             f"{file}: {len(absent)} of {len(expected)} replies are missing, and {len(foreign)} belong to "
             f"other prompts: {shorten([*foreign, *absent])}. Use the --judge, answers and options of "
-            "--write_prompts.",
+            "--write_prompts, and name all files of the batch, also the one with errors.",
             code="foreign" if foreign else "missing",
         )
     replies = dict(zip(ids, map(_parse_reply, rows), strict=True))
     if replies and all("failed" in reply for reply in replies.values()):
-        raise UserError(
-            f"{file}: all {len(replies)} requests failed. Send the prompts again.", code="all-failed"
-        )
+        problem = f"{file}: all {len(replies)} requests failed ({describe_failures(replies.values())})"
+        raise UserError(f"{problem}. Send the prompts again.", code="all-failed")
     records: list[Record] = [
         {"unasked": None if ids else IDENTICAL, "cut": None, "replies": [replies[name] for name in ids]}
         for ids in ids_by_pair
@@ -226,7 +232,13 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path, asked: str | None) -> t
     return records, _find_author(file, [r for r in replies.values() if "failed" not in r], asked)
 
 
-def _find_author(file: Path, replies: Sequence[Record], asked: str | None) -> str:
+def describe_failures(replies: Iterable[Record]) -> str:
+    """Return the most frequent reason why requests failed."""
+    reasons = Counter(reply["failed"] for reply in replies if "failed" in reply)
+    return reasons.most_common(1)[0][0]
+
+
+def _find_author(file: str, replies: Sequence[Record], asked: str | None) -> str:
     """Return the model that wrote all replies: the one that they name, or else `asked`."""
     counts = Counter(reply.get("model") or "" for reply in replies)
     models = sorted(counts.keys() - {""})
@@ -259,15 +271,16 @@ def _parse_reply(row: FileRow) -> Record:
         raise UserError(
             f'{row.source} must be {{"id", "reply": TEXT}}, or a line of a batch output', code="no-reply"
         )
-    failed = {"text": "", "failed": True}
-    if row.get("error"):
-        return failed
+    response = row.get("response") or {}
+    body = response.get("body") or {}
+    if error := row.get("error") or body.get("error"):
+        message = error.get("message", error.get("code")) if isinstance(error, dict) else error
+        return {"text": "", "failed": one_line(str(message), 200)}
     try:
-        body = row["response"]["body"]
         choice = body["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
     except (KeyError, IndexError, TypeError):
-        return failed
+        return {"text": "", "failed": "a response without an answer"}
     reply = {"text": text if isinstance(text, str) else "", "ended": choice.get("finish_reason") != "length"}
     return reply | _model_of(body, row.source)
 

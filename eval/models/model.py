@@ -6,6 +6,7 @@ Importing this module and asking about files loads neither torch nor transformer
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ from emo.common.io.weights import (
     opened_files,
 )
 from emo.common.io.weights import CONFIG as CONFIG_JSON
+from emo.data_prep.encoding import tokenizer as loader
 from emo.data_prep.encoding.chat_templates import read_template
 from emo.data_prep.encoding.chats import ChatEncoder
 from emo.data_prep.encoding.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer, save_tokenizer
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` covers
+LOADER = hashlib.sha256(Path(str(loader.__file__)).read_bytes()).hexdigest()  # the code of `load_tokenizer`
 PIECES_PER_TEXT = 4096  # vocabulary pieces in each text that `tokenizer_content` encodes
 # Results, figures and options such as NAME=DIR and NAME,NAME use names unescaped.
 NAME = re.compile(r"[^\W_][\w.+@~ -]{0,199}")
@@ -138,7 +142,8 @@ class EvaluatedModel(LanguageModel):
             return content
 
         files = store.digest_files(self.path, self._tokenizer_files())
-        return store.cached_digest("tokenizers", store.digest_json([TOKENIZER_VERSION, files]), compute)
+        code = [TOKENIZER_VERSION, version("tokenizers"), version("transformers"), LOADER]
+        return store.cached_digest("tokenizers", store.digest_json([code, files]), compute)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, never truncated."""

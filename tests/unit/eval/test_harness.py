@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import yaml
 
 from emo.common.errors import ExitCode, UserError
@@ -158,6 +159,17 @@ def test_numbers_equal_those_of_lm_eval(place: Path, task: str) -> None:
             assert ours[f"{metric},{sample['filter']}"] == pytest.approx(sample[metric], rel=1e-9)
 
 
+def test_answers_of_a_bfloat16_model_are_summed_in_float32(place: Path, tmp_path: Path) -> None:
+    """Otherwise long answers of similar probability would be equal."""
+    name = f"lm-eval:{place / 'tasks' / 'rolling.yaml'}"
+    done = command(*evaluation(place / "a", name, tmp_path), "--dtype", "bfloat16")
+    assert done[0] == ExitCode.DONE, done
+    values = [
+        record["value"] for record in find_model(read_models([tmp_path]), "a").read_records("lm-eval:rolling")
+    ]
+    assert any(value != torch.tensor(value).bfloat16().item() for value in values)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_group(place: Path, group: str) -> None:
     results, _ = own_numbers(place, group)
@@ -175,6 +187,7 @@ def test_a_perplexity_is_compared_by_rows(place: Path, measured: Path) -> None:
     first, second = (estimate_measure(v, w, "perplexity") for v, w in zip(values, weights, strict=True))
     result = a.measured["lm-eval:rolling"]["measure"]
     assert math.exp(first.value) == pytest.approx(result["value"])
+    assert a.measured["lm-eval:rolling"]["conditions"]["compared"]["max_tokens"]  # the windows of the texts
     assert result["interval"]["low"] < result["value"] < result["interval"]["high"]
     assert (second - first).p_value() < 0.05
     done = {

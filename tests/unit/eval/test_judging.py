@@ -165,6 +165,7 @@ def test_bad_reply_files_are_rejected(world: Path, tmp_path: Path) -> None:
     named = [{"id": rows[0]["id"], "reply": "1", "model": model} for model in (0, 4)]
     named.append({"custom_id": rows[0]["id"], "response": {"body": body}})
     pairs, file = pair_answers(world / "a.json", world / "b.json"), tmp_path / "r.jsonl"
+    judge_of = JUDGES["pandalm"]
     for code, judge, changed in (
         ("not-json", "pandalm", [*lines[:-1], lines[-1][:20]]),
         ("missing", "pandalm", lines[:5]),
@@ -177,7 +178,15 @@ def test_bad_reply_files_are_rejected(world: Path, tmp_path: Path) -> None:
     ):
         file.write_text("\n".join(changed), encoding="utf-8")
         with refused(code):
-            judging.read_replies(JUDGES[judge], pairs, file, "m")
+            judging.read_replies(JUDGES[judge], pairs, [file], "m")
+    # A service writes the requests that failed to another file.
+    errors = tmp_path / "errors.jsonl"
+    errors.write_text("\n".join(failed[:3]))
+    file.write_text("\n".join(lines[3:]))
+    replies = [
+        r for row in judging.read_replies(judge_of, pairs, [file, errors], "m")[0] for r in row["replies"]
+    ]
+    assert [reply.get("failed") for reply in replies] == ["expired"] * 3 + [None] * (len(lines) - 3)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +216,9 @@ def test_replies_identify_their_author(
     file = write_lines(tmp_path / "r.jsonl", lines)
     if by.split("-")[-1] in ("judge", "judges") and by != "my-judge":
         with refused(by):
-            judging.read_replies(judge, pairs, file, asked)
+            judging.read_replies(judge, pairs, [file], asked)
     else:
-        assert judging.read_replies(judge, pairs, file, asked)[1] == by
+        assert judging.read_replies(judge, pairs, [file], asked)[1] == by
 
 
 @pytest.mark.parametrize("second, why", [("1", "changed"), ("?", "unreadable")])
