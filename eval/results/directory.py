@@ -199,9 +199,10 @@ def only_answer(result: TaskResult) -> str | None:
 
 
 def claim_name(description: Description, out: Path, say: Say) -> None:
-    """Write a model's description under its name, which stands for one model and tokenizer in one dtype.
+    """Write a model's description under its name, which stands for one model and tokenizer.
 
-    Views of other weights, another tokenizer or another dtype under the same name are removed.
+    Views of other weights or of another tokenizer under the same name are removed. Each result has its own
+    dtype, and comparisons refuse results that differ in it.
     """
     directory = out / MODELS / description["name"]
     before = _read_description(directory)
@@ -210,7 +211,6 @@ def claim_name(description: Description, out: Path, say: Say) -> None:
         changes = {
             "other weights": before["weights"] != description["weights"],
             "another tokenizer": before["tokenizer"] != description["tokenizer"],
-            f"{description['dtype']} instead of {before['dtype']}": before["dtype"] != description["dtype"],
         }
         change = next((name for name, changed in changes.items() if changed), "")
     if change:
