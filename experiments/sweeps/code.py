@@ -16,22 +16,32 @@ from emo.common.io.files import sha256
 
 @lru_cache
 def code_digest(module: str) -> str:
-    """Return a digest of `module` and everything that it imports from this project.
+    """Return the digest of `module` at the first call, or after `code_digest.cache_clear()`."""
+    return current_digest(module)
 
-    Imports within functions and for type hints count too. `code_digest.cache_clear()` makes it read the files
-    again.
-    """
-    lines = (f"{name} {sha256(path)}\n" for name, path in sorted(find_sources(module).items()))
+
+def current_digest(module: str) -> str:
+    """Return a digest of the present content of the files in `find_sources`."""
+    files = sorted(find_sources(module).items())
+    lines = (f"{name} {sha256(path) if path.exists() else 'missing'}\n" for name, path in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
+@lru_cache
 def find_sources(module: str) -> dict[str, Path]:
-    """Return the files of `module` and its imports from this project, by path below the project's root."""
+    """Return the files of `module` and its imports from this project, by path below the project's root.
+
+    Imports within functions and for type hints count too. So do the YAML files next to each module and in a
+    folder of its name. The list is cached: a new import changes the content of a file in it.
+    """
     root = Path(emo.__file__).parents[1]
     finder = _Finder(path=[str(root)])
     with suppress(ImportError):  # an unknown module has no files
         finder.import_hook(module)
-    return {path.relative_to(root).as_posix(): path for path in _files(finder)}
+    modules = _files(finder)
+    folders = {folder for path in modules for folder in (path.parent, path.with_suffix(""))}
+    files = [*modules, *(path for folder in folders for path in folder.glob("*.yaml"))]
+    return {path.relative_to(root).as_posix(): path for path in files}
 
 
 def find_plugin_sources(objective: str) -> list[Path]:

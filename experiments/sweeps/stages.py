@@ -28,7 +28,7 @@ from emo.eval.results import store
 from emo.pipeline.config import RunConfig, flatten
 from emo.pipeline.model.objective.config import TeacherConfig
 
-from .code import code_digest, find_plugin_sources
+from .code import code_digest, current_digest, find_plugin_sources
 
 Origin = dict[str, object]  # JSON values that decide a result, by dotted key
 # Free keys that change the reported numbers.
@@ -41,6 +41,7 @@ MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".model")
 COMMAND_SUFFIXES = (".yaml", ".yml", ".py", ".sh")  # files that instruct a command
 EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
 CONTENT = "content of "  # prefix of the keys of files
+CODE = "code of "  # prefix of the keys of modules
 
 
 class StageNote(TypedDict, total=False):
@@ -91,6 +92,12 @@ class Stage:
         """Return whether the stage is done."""
         return self.seconds is not None
 
+    @property
+    def code_changed(self) -> bool:
+        """Return whether the files of the stage's code have changed since its origin was determined."""
+        codes = {key.removeprefix(CODE): value for key, value in self.origin.items() if key.startswith(CODE)}
+        return any(current_digest(module) != digest for module, digest in codes.items())
+
     def reject_changes(self, run: str) -> None:
         """Raise UserError if the stage's directory was begun for `run` with another origin."""
         note: StageNote = self.read() if self.directory is not None else {}
@@ -129,7 +136,7 @@ def read_stage_note(path: Path) -> StageNote:
 
 def data_origin(config: DataConfig) -> Origin:
     """Return the origin of prepared data."""
-    code = {"code of emo.data_prep.prepare": code_digest("emo.data_prep.prepare")}
+    code = {f"{CODE}emo.data_prep.prepare": code_digest("emo.data_prep.prepare")}
     return dict(flatten({"data": settings(config) | {"root": str(config.root)}}, ".")) | code
 
 
@@ -141,7 +148,7 @@ def run_origin(config: RunConfig, recorded: Mapping[str, object]) -> Origin:
     recipe = flatten(config.model_dump(mode="json", exclude={"data"}), ".")
     origin: Origin = {key: value for key, value in recipe if not f"{key}.".startswith(free)}
     origin |= {key: value for key, value in recorded.items() if key.startswith(CONTENT)}
-    origin |= data_origin(config.data) | {"code of emo.pipeline.trainer": code_digest("emo.pipeline.trainer")}
+    origin |= data_origin(config.data) | {f"{CODE}emo.pipeline.trainer": code_digest("emo.pipeline.trainer")}
     for objective in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         origin |= {f"{CONTENT}{file}": sha256(file) for file in find_plugin_sources(objective)}
     models = {"model.path": config.model.path, "objective.cost": config.objective.cost}
@@ -163,13 +170,13 @@ def run_origin(config: RunConfig, recorded: Mapping[str, object]) -> Origin:
 def command_origin(command: list[str], out: Path) -> Origin:
     """Return the origin of a command's result: its words, its code, and the recipes and scripts it names.
 
-    Files in `out` are left out, because stages make them.
+    A word may name several files, separated by commas. Files in `out` are left out, because stages make them.
     """
     origin: Origin = {"command": command}
     program, *words = command[2:] if command[1:2] == ["-m"] else command
     names = modules(words[0]) if program == "emo" and words else [program]
-    origin |= {f"code of {name}": code_digest(name) for name in names if name.startswith("emo.")}
-    files = [shipped(Path(word.rpartition("=")[2])) for word in command]
+    origin |= {f"{CODE}{name}": code_digest(name) for name in names if name.startswith("emo.")}
+    files = [shipped(Path(part.rpartition("=")[2])) for word in command for part in word.split(",")]
     for file in files:  # the list grows by the recipes in `extends`
         key = f"{CONTENT}{file}"
         if key in origin or file.suffix not in COMMAND_SUFFIXES or not file.is_file():

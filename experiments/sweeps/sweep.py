@@ -13,6 +13,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from emo.eval.results import store
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.control.run_dir import EXPORT, read_export_info, read_metrics
 
-from .code import code_digest
+from .code import code_digest, find_sources
 from .design import (
     OF_RUNS,
     PREPARE,
@@ -150,6 +151,7 @@ class Sweep:
 
     def reject_changes(self) -> None:
         """Raise UserError if a run was begun with another origin than it has now."""
+        find_sources.cache_clear()
         code_digest.cache_clear()
         self._stages.clear()
         for run in self.runs:
@@ -247,9 +249,10 @@ class Sweep:
                 if run and stage.directory is not None:
                     stage.reject_changes(name)
                     latest = {stage.name: stage for stage in self.training(run)}[stage.name]
-                    if latest.identity != stage.identity:
-                        message = f"{name}: a file that it depends on has just changed; run the command again"
-                        raise UserError(message, code="stage-changed")
+                else:
+                    origin = stage.origin | command_origin(stage.command, self.experiment.out)
+                    latest = replace(stage, origin=origin)
+                _reject_new(name, stage, latest.identity != stage.identity or stage.code_changed)
                 self._run(run, stage)
         return acquired
 
@@ -283,6 +286,7 @@ class Sweep:
         numbers = (
             self.read_measure(run, stage.name) if run and stage.name in self.experiment.measures else None
         )
+        _reject_new(name, stage, stage.code_changed)
         stage.write(time.monotonic() - started, numbers)
 
     def _all_stages(self) -> Iterator[Stage]:
@@ -302,6 +306,13 @@ class Sweep:
         choose = self.experiment.choose
         axis = self.experiment.compare.axis
         return run.without(*((axis, choose.axis) if choose else (axis,)))
+
+
+def _reject_new(run: str, stage: Stage, changed: bool) -> None:
+    """Raise UserError if a file that a stage depends on has changed since its origin was determined."""
+    if changed:
+        message = f"{run}: a file that {stage.name} depends on has just changed; run the command again"
+        raise UserError(message, code="stage-changed")
 
 
 def read_number(source: str) -> float:

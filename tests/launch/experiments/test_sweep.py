@@ -11,10 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pynvml
@@ -44,10 +45,12 @@ find_once = functools.cache(find_sources)
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Wait less, and read the imports of a command once for all tests."""
     monkeypatch.setattr("emo.experiments.sweeps.sweep.POLL", 0.1)
     monkeypatch.setattr("emo.experiments.sweeps.code.find_sources", find_once)
+    yield
+    code_digest.cache_clear()
 
 
 @pytest.fixture
@@ -418,11 +421,55 @@ def test_a_measure_is_repeated_if_its_code_changes(
     assert measure().done
     module.write_text("number = 2\n")
     assert not measure().done
-    code_digest.cache_clear()
+
+
+@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("index", [1, 2])
+def test_code_that_changes_during_a_sweep_is_rejected(
+    index: int, during: bool, tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of training or of a measure changes before its command starts, or while it runs."""
+    module = tmp_path / "module.py"
+    monkeypatch.setattr(emo.experiments.sweeps.code, "find_sources", lambda _: {"module": module})
+    module.write_text("number = 1\n")
+    measure = {"command": "emo eval", "read": {"letters": "{out}/{run}.json:letters.0"}}
+    work = opened(sweep(tmp_path, recipe, measures={"length": measure}))
+    pretend(work)
+    task = work.tasks()[0]
+    stage = task.stages[index]
+    stage.note.unlink()
+    commands: list[list[str]] = []
+
+    def run(command: list[str], log: IO[bytes]) -> int:
+        commands.append(command)
+        module.write_text("number = 2\n")
+        return 0
+
+    work.commands.run = run  # type: ignore[method-assign]
+    if not during:
+        module.write_text("number = 2\n")
+    with refused("stage-changed"):
+        work.advance(task.run, stage)
+    assert len(commands) == during and not stage.done
+
+
+def test_all_files_in_a_list_count(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.yaml", "b.yaml")]
+    for file in files:
+        file.write_text("name: task\n")
+    tasks = ",".join(map(str, files))
+    for words in (["--tasks", tasks], [f"--tasks={tasks}"]):
+        assert command_origin(["emo", "eval", *words], tmp_path / "out").keys() >= {
+            f"content of {file}" for file in files
+        }
 
 
 def test_sources_are_all_imports_of_a_module() -> None:
-    """Sources include direct and indirect imports, imports within functions, and __init__ files."""
+    """Sources include direct and indirect imports, imports within functions, __init__ and YAML files."""
+    assert find_sources("emo.eval.cli").keys() >= {
+        "emo/eval/icl/tasks/sst2.yaml",
+        "emo/eval/judging/prompts.yaml",
+    }
     files = find_sources("emo.experiments.known_truth.study").keys()
     assert files >= {"emo/experiments/__init__.py", "emo/experiments/known_truth/bigram.py"}
     assert files >= {"emo/pipeline/loss/objectives.py", "emo/eval/generation/distributions.py"}
