@@ -32,6 +32,7 @@ def check_runs(sweep: Sweep, local: bool) -> None:
 
     experiment = sweep.experiment
     checked = set()  # digests of the settings that were checked for an earlier run
+    readers: dict[str, str] = {}  # run by the files that its measures read
     sweep.before()
     for run in sweep.runs:
         config = sweep.config(run)
@@ -40,6 +41,7 @@ def check_runs(sweep: Sweep, local: bool) -> None:
         data = {"data": settings(config.data), "root": str(config.data.root)}
         try:
             _check_names(sweep, run, config)
+            _check_files(sweep, run, readers)
             if (key := store.digest_json(training)) not in checked:
                 train = config.train
                 sizes = (train.global_batch_size, train.micro_batch_size, experiment.ranks)
@@ -63,12 +65,21 @@ def _check_names(sweep: Sweep, run: RunSpec, config: RunConfig) -> None:
     for name, measure in experiment.measures.items():
         metrics += measure.read
         _check_command(split_command(measure.command, sweep.variables(run, run), f"measures.{name}"), name)
-        fill_variables(measure.read, sweep.variables(run), f"measures.{name}.read")
     for metric in experiment.decisive:
         if metric not in metrics:
             raise UserError(f"no measure reads {metric}; {nearest(metric, metrics)}", code="unknown-name")
         if metric.split(":")[0] == KL and not config.measures_kl:
             raise UserError(f"{metric} is not measured. Set train.kl_from_base", code="not-measured")
+
+
+def _check_files(sweep: Sweep, run: RunSpec, readers: dict[str, str]) -> None:
+    """Reject a measure that reads a file of another run, and add the run's files to `readers`."""
+    for name, measure in sweep.experiment.measures.items():
+        read = fill_variables(measure.read, sweep.variables(run), f"measures.{name}.read")
+        for file in (source.rpartition(":")[0] for sources in read.values() for source in sources):
+            if (other := readers.setdefault(file, run.name)) != run.name:
+                problem = f"measures.{name}.read: {file} is also read for the run {other}"
+                raise UserError(f"{problem}. Use {{run}} in its name", code="shared-files")
 
 
 def _check_command(words: list[str], measure: str) -> None:

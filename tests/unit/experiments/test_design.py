@@ -168,6 +168,12 @@ def test_decisive_metrics_must_be_measured(tmp_path: Path) -> None:
         check_runs(small_sweep(tmp_path, {}, predictions={"letters": prediction}), local=False)
 
 
+def test_runs_read_different_files(tmp_path: Path) -> None:
+    measures = {"length": {"command": "a", "read": {"letters": "{out}/{objective}.json:letters"}}}
+    with refused("shared-files"):
+        check_runs(small_sweep(tmp_path, {}, measures=measures), local=False)
+
+
 def test_files_that_before_makes_may_be_missing(tmp_path: Path) -> None:
     late = {"model.path": "{out}/model", "data.root": "{out}/corpus"}
     check_runs(small_sweep(tmp_path, late, before={"corpus": "python -c pass"}), local=True)
