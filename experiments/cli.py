@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
@@ -103,7 +104,7 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, _job(scheduler, args, experiment.ranks))
         if submits:
-            print(f"submitted: {submit_file(scheduler, target)}")
+            print(*submit_file(scheduler, target), sep="\n")
     if not starts:
         return ExitCode.DONE
     # Parallel runs share the cores of a machine without a GPU.
@@ -141,10 +142,16 @@ def _plan(sweep: Sweep, jobs: int) -> None:
 
 
 def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
-    """Return the job file of workers with `ranks` GPUs each. Slurm uses this directory and this Python."""
+    """Return the job file of workers with `ranks` GPUs each.
+
+    Slurm uses this directory and this Python. Jobs of Kubernetes cannot be changed, so their names depend on
+    their settings.
+    """
     command = ["-m", "emo", "sweep", str(args.experiment), *args.overrides]
     template = (Path(__file__).with_name("jobs") / JOBS[scheduler]).read_text(encoding="utf-8")
+    settings = json.dumps([template, command, args.workers, ranks])
     return string.Template(template).substitute(
+        digest=hashlib.sha256(settings.encode()).hexdigest()[:8],
         file=args.experiment,
         name=args.experiment.stem.lower().replace("_", "-"),
         workers=args.workers,

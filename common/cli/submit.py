@@ -71,11 +71,14 @@ def submit_array(
         raise
 
 
-def submit_file(scheduler: str, file: Path) -> str:
-    """Submit a complete job file to "slurm" or "kubernetes". Return what the client prints about it."""
+def submit_file(scheduler: str, file: Path) -> list[str]:
+    """Submit a complete job file to "slurm" or "kubernetes". Return lines for the user."""
+    import yaml
+
     if scheduler == "slurm":
-        return f"job {_call(['sbatch', '--parsable', str(file)]).strip()}"
-    return _call(["kubectl", "apply", "-f", str(file)]).strip()
+        return [f"submitted: job {_call(['sbatch', '--parsable', str(file)]).strip()}"]
+    job = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return _apply([job], job)
 
 
 def apply_job(
@@ -110,13 +113,22 @@ def apply_job(
         values = {"RECIPE": f"/recipe/{RECIPE_FILE}", "OVERRIDES": ""} | values
     values = values | {"JOBS": str(jobs)}
     container["env"] += [{"name": name, "value": value} for name, value in values.items()]
+    return _apply(trees, job)
+
+
+def _apply(trees: list[dict[str, Any]], job: dict[str, Any]) -> list[str]:
+    """Apply resources to Kubernetes, among them a job. Return lines for the user."""
+    metadata = job["metadata"]
     done = _call(["kubectl", "apply", "-f", "-"], text="\n---\n".join(map(json.dumps, trees)))
     namespace = f"-n {metadata['namespace']} " if "namespace" in metadata else ""
     if f"job.batch/{metadata['name']} unchanged" in done:
         again = f"kubectl {namespace}delete job/{metadata['name']}"
         return [f"job {metadata['name']} exists already. To run it again, first run: {again}"]
     wait = f"kubectl {namespace}wait --for condition=complete --timeout=-1s job/{metadata['name']}"
-    return [f"applied: job {metadata['name']}, {counted(jobs, 'pod')}", f"wait for it: {wait}"]
+    return [
+        f"applied: job {metadata['name']}, {counted(job['spec']['completions'], 'pod')}",
+        f"wait for it: {wait}",
+    ]
 
 
 def _render(overlay: Path, component: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

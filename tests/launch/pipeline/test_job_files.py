@@ -159,9 +159,9 @@ def test_without_the_packages_the_launch_script_says_so(tmp_path: Path, has_pyth
     assert "make setup" in done.stderr
 
 
-def under_kubernetes(code: int) -> str:
-    """Return the action of the training job's first rule that matches an exit code."""
-    documents = yaml.safe_load_all((REPO / "launch/k8s/base/train.yaml").read_text())
+def under_kubernetes(code: int, file: str = "launch/k8s/base/train.yaml") -> str:
+    """Return the action of the first rule of the job in a file that matches an exit code."""
+    documents = yaml.safe_load_all((REPO / file).read_text())
     (job,) = (entry for entry in documents if entry["kind"] == "Job")
     rules = job["spec"]["podFailurePolicy"]["rules"]
     fitting = (rule for rule in rules if code in rule.get("onExitCodes", {}).get("values", []))
@@ -170,7 +170,8 @@ def under_kubernetes(code: int) -> str:
 
 def test_kubernetes_starts_again_what_may_pass() -> None:
     expected = {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}
-    assert {code: under_kubernetes(code) for code in expected} == expected
+    for file in ("launch/k8s/base/train.yaml", "experiments/jobs/kubernetes.yaml"):
+        assert {code: under_kubernetes(code, file) for code in expected} == expected
 
 
 @pytest.fixture(scope="module")

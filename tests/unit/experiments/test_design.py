@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from emo.experiments.sweeps.checks import check_runs
 from emo.experiments.sweeps.design import choose_runs, expand, find_trials, read_experiment
 from emo.experiments.sweeps.sweep import Sweep
 from tests.helpers.refusals import refused
+from tests.helpers.schedulers import stand_in
 from tests.helpers.sweeping import opened, small_recipe, sweep
 
 AXES = {
@@ -119,14 +120,40 @@ def test_jobs_share_the_runs(
     spec = yaml.safe_load(job.read_text())["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     assert spec["parallelism"] == spec["completions"] == 3
-    assert container["command"] == ["python", "-m", "emo", "sweep", str(path)]
+    assert container["command"] == ["tini", "--", "python", "-m", "emo", "sweep", str(path)]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
-    (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncat "$2" > {tmp_path}/submitted\necho 17\n')
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path, monkeypatch, sbatch=f'#!/bin/sh\ncat "$2" > {tmp_path}/submitted\necho 17\n')
     assert main(["sweep", str(path), "--on", "slurm", "--workers", "3"]) == 0
     assert (tmp_path / "submitted").read_text() == array.read_text()
     assert "submitted: job 17" in capsys.readouterr().out
+
+
+KUBECTL = f"""#!{sys.executable}
+import json, sys
+job = json.load(sys.stdin)
+name, known = job["metadata"]["name"], open(sys.argv[0] + ".jobs", "a+")
+known.seek(0)
+print(f"job.batch/{{name}}", "unchanged" if name in known.read() else "created")
+known.write(name)
+"""
+
+
+def test_a_job_that_exists_is_not_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other overrides and another number of workers make another job."""
+    stand_in(tmp_path, monkeypatch, kubectl=KUBECTL)
+    write(tmp_path, out=str(tmp_path / "out"))
+    command = ["sweep", str(tmp_path / "sweep.yaml"), "--on", "kubernetes"]
+    for more, expected in (
+        ([], "applied: job"),
+        ([], "exists already"),
+        (["minutes=3"], "applied: job"),
+        (["--workers", "3"], "applied: job"),
+    ):
+        assert main([*command, *more]) == 0
+        assert expected in capsys.readouterr().out
 
 
 def small_sweep(root: Path, late: dict[str, Any], **changes: Any) -> Sweep:
