@@ -239,7 +239,10 @@ class Sweep:
         return [(task.run, stage) for task in self.tasks() for stage in task.stages if not stage.done]
 
     def advance(self, run: RunSpec | None, stage: Stage) -> bool:
-        """Do a stage if its needs are done and no other worker holds it, and return whether it was free."""
+        """Do a stage if its needs are done and it is free, and return whether it was free.
+
+        Another worker may hold it, or another launch its run.
+        """
         if not all(need.done for need in stage.needs):
             return False
         name = run.name if run else "before"
@@ -253,11 +256,14 @@ class Sweep:
                     origin = stage.origin | command_origin(stage.command, self.experiment.out)
                     latest = replace(stage, origin=origin)
                 _reject_new(name, stage, latest.identity != stage.identity or stage.code_changed)
-                self._run(run, stage)
+                return self._run(run, stage)
         return acquired
 
-    def _run(self, run: RunSpec | None, stage: Stage) -> None:
-        """Run the command of a stage, with its output in a log. `run` is None for a shared stage."""
+    def _run(self, run: RunSpec | None, stage: Stage) -> bool:
+        """Run the command of a stage, with its output in a log. `run` is None for a shared stage.
+
+        Returns whether the run was free.
+        """
         name = run.name if run else "before"
         if stage.directory is not None and not stage.read():
             for later in self._all_stages():
@@ -280,6 +286,9 @@ class Sweep:
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         if code:
             reason = next((line for line in reversed(lines) if line.startswith("error")), "".join(lines[-1:]))
+            if stage.name == TRAIN and reason.endswith("[run-in-use]"):
+                self.log(f"{name}: another launch trains this run. Waiting for it")
+                return False
             error = UserError if code == ExitCode.MISTAKE else FailureError
             message = f"{name}: {stage.name} exited with code {code} ({path}): {reason}"
             raise error(message, code="stage-failed")
@@ -288,6 +297,7 @@ class Sweep:
         )
         _reject_new(name, stage, stage.code_changed)
         stage.write(time.monotonic() - started, numbers)
+        return True
 
     def _all_stages(self) -> Iterator[Stage]:
         """Yield the stages of all runs against every possible baseline, also of runs that wait for trials."""

@@ -28,7 +28,7 @@ from emo.common.report.figure import LIGHT
 from emo.experiments.cli import main
 from emo.experiments.sweeps import report
 from emo.experiments.sweeps.code import code_digest, find_plugin_sources, find_sources
-from emo.experiments.sweeps.design import RunSpec
+from emo.experiments.sweeps.design import RunSpec, read_experiment
 from emo.experiments.sweeps.report import gather_results
 from emo.experiments.sweeps.stages import Stage, command_origin
 from emo.experiments.sweeps.sweep import Sweep
@@ -212,6 +212,26 @@ def test_a_failure_is_reported_once(
     path = sweep(tmp_path, recipe, before={"corpus": f"python -c 'raise SystemExit({code})'"})
     assert main(["sweep", str(path), "--jobs", "2"]) == expected
     assert capsys.readouterr().err.count("error") == 1
+
+
+def test_a_run_that_another_launch_trains_is_waited_for(tmp_path: Path, recipe: Path) -> None:
+    path = sweep(tmp_path, recipe, measures={})
+    pretend(opened(path))
+    (tmp_path / "out/notes/emo-1/train.json").unlink()
+    lines: list[str] = []
+    work = Sweep(read_experiment(path, []), lines.append)
+    codes = iter([ExitCode.MISTAKE, ExitCode.DONE])
+
+    def run(command: list[str], log: IO[bytes]) -> int:
+        if code := next(codes):
+            log.write(b"error: out/runs/emo-1 is in use by a launch [run-in-use]\n")
+        return code
+
+    work.commands.run = run  # type: ignore[method-assign]
+    work.work()
+    waiting = "emo-1: another launch trains this run. Waiting for it"
+    assert lines == ["emo-1: train", waiting, "emo-1: train"]
+    assert all(task.done for task in work.tasks())
 
 
 def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path) -> None:
