@@ -85,6 +85,7 @@ ENTRYPOINT ["tini", "--", "/emo/launch/entrypoint.sh"]
 CMD ["help"]
 
 ARG REVISION=unknown
+ENV EMO_REVISION=${REVISION}
 LABEL org.opencontainers.image.title="emo-pipeline" \
     org.opencontainers.image.description="Continual pre-training and instruction tuning with EMO, and in-context evaluation" \
     org.opencontainers.image.version="0.1.0" \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from emo import __version__
 
 # The checkout, or the directory of an installed wheel's packages, which has the same layout.
 REPOSITORY = Path(__file__).resolve().parents[1]
+UNKNOWN = "unknown"  # also the default of REVISION in the Dockerfile
 
 
 def shipped(path: Path) -> Path:
@@ -25,10 +27,12 @@ def shipped(path: Path) -> Path:
 def code_version() -> str:
     """Return the commit of this code, marked if there are uncommitted changes, or a wheel's version.
 
-    `unknown` in a checkout without git.
+    Docker images have no .git. They know their commit from EMO_REVISION if it was set when they were built.
+    Returns `unknown` in a checkout without git.
     """
     if not (REPOSITORY / ".git").exists():  # a wheel may be installed inside another project's checkout
-        return __version__
+        revision = os.environ.get("EMO_REVISION", UNKNOWN)
+        return __version__ if revision in ("", UNKNOWN) else revision
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -37,8 +41,8 @@ def code_version() -> str:
             encoding="utf-8",
         )
     except OSError:
-        return "unknown"
-    return described.stdout.strip() or "unknown"
+        return UNKNOWN
+    return described.stdout.strip() or UNKNOWN
 
 
 def library_versions(*packages: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ import yaml
 
 import emo
 from emo.common.errors import ExitCode
+from emo.common.provenance import code_version
 from tests.conftest import REPO
 from tests.unit.test_repository import tracked
 
@@ -123,6 +124,15 @@ sys.exit(main(['train', '--master_port=1', '--', 'mine.yaml', 'train.seed=1']))
     words = "--master_port=1 --module emo.launch.rank mine.yaml train.seed=1"
     assert started.read_text().splitlines() == [words, "supervised"]
     assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)
+
+
+def test_an_image_records_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Dockerfile passes REVISION on, because images have no .git."""
+    assert "\nARG REVISION=unknown\nENV EMO_REVISION=${REVISION}\n" in (REPO / "Dockerfile").read_text()
+    monkeypatch.setattr("emo.common.provenance.REPOSITORY", tmp_path)
+    for revision, expected in (("4f2a", "4f2a"), ("unknown", emo.__version__), ("", emo.__version__)):
+        monkeypatch.setenv("EMO_REVISION", revision)
+        assert code_version() == expected
 
 
 def test_shell_completion(tmp_path: Path) -> None:
