@@ -104,7 +104,8 @@ class DiskFullError(OSError):
 
 # Errors of disks and networks that may disappear without a change by the user.
 TRANSIENT = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE),
+    getattr(errno, "EREMOTEIO", errno.EIO),  # only Linux has it
     *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
 }
 # Errors that only a change by the user fixes. Libraries also raise these classes without an errno.

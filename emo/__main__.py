@@ -99,6 +99,11 @@ def _dispatch(argv: list[str] | None) -> int:
 
     Without arguments the help goes to stderr and the code is 2, as in uv.
     """
+    from emo.common.errors import ExitCode, UserError, similar
+
+    if sys.platform != "linux":
+        problem = f"emo needs Linux, and this is {sys.platform}. Use a Linux machine or a container"
+        raise UserError(problem, code="needs-linux")
     if argv is None and sys.getfilesystemencoding() != "utf-8":
         # Restart in UTF-8 mode: recipes and manifests are in UTF-8 in every locale.
         typed = Path("/proc/self/cmdline").read_bytes().split(b"\0")[1:-1]
@@ -115,7 +120,6 @@ def _dispatch(argv: list[str] | None) -> int:
         return _help(words[1])
     from emo import __version__
     from emo.common.cli.commands import parse_arguments
-    from emo.common.errors import ExitCode, UserError, similar
 
     if words[:1] == ["version"]:
         print(f"emo {__version__}")

@@ -57,6 +57,20 @@ def test_emo_lists_its_commands_and_tasks(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"{name} " in printed for name in known_tasks())
 
 
+def test_other_systems_are_rejected_in_one_line() -> None:
+    """macOS has no EREMOTEIO."""
+    code = """
+import errno, sys
+del errno.EREMOTEIO
+sys.platform = "darwin"
+from emo.__main__ import main
+sys.exit(main(["plan", "recipe.yaml"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == ExitCode.MISTAKE and done.stderr.startswith("error: emo needs Linux")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_missing_packages_are_reported_in_one_line() -> None:
     command = [sys.executable, "-S", "-m", "emo", "--version"]  # -S hides site-packages
     done = subprocess.run(command, env={"PATH": os.environ["PATH"]}, cwd=REPO, capture_output=True, text=True)
