@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     check_runs(sweep, starts)
     _plan(sweep, args.jobs)
     for scheduler, name in JOBS.items():
-        submits = args.on == scheduler
+        submits = args.on == scheduler and not args.dry_run
         target = getattr(args, scheduler) or (experiment.out / name if submits else None)
         if target is None:
             continue
