@@ -97,7 +97,7 @@ format: setup ## fix what lint can fix
 	$(BIN)/ruff format .
 
 bench: setup ## side-by-side measurements
-	for name in tests/bench/[!_c]*.py; do $(BIN)/python -m tests.bench.$$(basename $$name .py) || exit 1; done
+	missed=0; for name in tests/bench/[!_c]*.py; do $(BIN)/python -m tests.bench.$$(basename $$name .py) || missed=1; done; exit $$missed
 
 equality: setup ## compare rows, losses, exports and predictions with the stored ones
 	$(BIN)/python -m tests.campaigns.equality $(ARGS)

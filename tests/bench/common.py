@@ -201,6 +201,11 @@ class Report:
             entry |= {"target": target, "better": better, "met": met}
         self.ratios[name] = entry
 
+    def skip(self, part: str, reason: str) -> None:
+        """Note why a part could not be measured, and count this as a missed target."""
+        self.note(f"{part} skipped: {reason}")
+        self.ratio(f"{part}: share that was measured", None, at_least=1.0)
+
     def race(self, contestants: Contestants, rounds: int, column: str, **cells: Any) -> Times[str]:
         """Race contestants. Add a row for each, with its name in `column` and its median seconds."""
         times = race(contestants, rounds)
@@ -209,7 +214,10 @@ class Report:
         return times
 
     def finish(self, **settings: Any) -> int:
-        """Print the table and write runs/bench/NAME.json. Return 1 if a target is missed, else 0."""
+        """Print the table and write runs/bench/NAME.json. Return 1 if a target is missed, else 0.
+
+        A judged report without ratios measured nothing, which is also a miss.
+        """
         print(f"\n{machine()}")
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
         lines = [columns, *([_shown(row.get(column)) for column in columns] for row in self.rows)]
@@ -229,7 +237,8 @@ class Report:
         content |= {"rows": self.rows, "ratios": self.ratios, "notes": self.notes}
         path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"written to {path.relative_to(REPO)}")
-        return int(any(entry.get("met") is False for entry in self.ratios.values()))
+        missed = any(entry.get("met") is False for entry in self.ratios.values())
+        return int(missed or (self.judged and not self.ratios))
 
 
 def _shown(cell: Any) -> str:

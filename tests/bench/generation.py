@@ -115,10 +115,10 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     args = parser.parse_args()
     rounds, tokens = (1, 20) if args.quick else (args.rounds, TOKENS)
-    report = common.Report("generation")
+    report = common.Report("generation", judged=not args.quick)
     for name in args.models:
         if name != RANDOM and not (common.SHARED / "models" / name).is_dir():
-            report.note(f"{name} skipped: not in {common.SHARED}/models; set SHARED_DATA")
+            report.skip(name, f"not in {common.SHARED}/models; set SHARED_DATA")
             continue
         for part in args.parts:
             PARTS[part](report, name, rounds, tokens)

@@ -106,9 +106,8 @@ def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -
         report.ratio(f"{shape}: MLE {kind} / {which} peer ({best})", ratio(OURS_MLE, best), at_most=1.0)
         report.ratio(f"{shape}: EMO {kind} / MLE", ratio(OURS_CACHE, OURS_MLE), at_most=most)
         report.ratio(f"{shape}: exact EMO {kind} / MLE", ratio(OURS_EMO, OURS_MLE))
-        if AUTHORS_EMO in runs:
-            value = ratio(AUTHORS_EMO, OURS_CACHE)
-            report.ratio(f"{shape}: authors' {kind} / EMO", value, at_least=least if llama else None)
+        value = ratio(AUTHORS_EMO, OURS_CACHE) if AUTHORS_EMO in runs else None
+        report.ratio(f"{shape}: authors' {kind} / EMO", value, at_least=least if llama else None)
 
 
 def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> None:

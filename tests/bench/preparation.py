@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=float, default=[0.1, 0.5], metavar="GB", help="of text")
     parser.add_argument("--dedup", nargs="+", choices=("exact", "near"), default=["exact"])
     args = parser.parse_args()
-    report = common.Report("preparation")
+    report = common.Report("preparation", judged=not args.quick)
     args.sizes = [0.01, 0.02] if args.quick else args.sizes
     with tempfile.TemporaryDirectory() as work:
         for dedup in args.dedup:

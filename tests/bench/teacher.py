@@ -109,7 +109,7 @@ def what_is_lost(report: common.Report) -> None:
 
     folder = common.SHARED / "models"
     if not folder.is_dir():
-        report.note("stored: real models are not at hand")
+        report.skip("stored", f"no real models at {folder}; set SHARED_DATA")
         return
     tokenizer = AutoTokenizer.from_pretrained(folder / "stories260K")
     with open_text(common.SHARED / "lm/tinystories/validation.jsonl.zst") as stream:

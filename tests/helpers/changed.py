@@ -24,10 +24,10 @@ NEEDED = {
     "ds_configs/": ["pipeline"],
     "examples/": ["pipeline/test_hf_trl.py", "loss/test_objectives.py"],
     **{key: ["test_docs.py"] for key in ("docs/", "README.md")},
-    **{key: [] for key in ("CONTRIBUTING.md", "Makefile", ".github/", ".pre-commit-config.yaml")},
+    **{key: ["test_bench.py"] for key in ("Makefile", "tests/bench/")},
+    **{key: [] for key in ("CONTRIBUTING.md", ".github/", ".pre-commit-config.yaml", "tests/campaigns/")},
     **{key: ["test_packaging.py"] for key in ("CHANGELOG.md", "CITATION.cff", "LICENSE")},
     **{key: ["test_packaging.py", "test_private_apis.py"] for key in ("pyproject.toml", "requirements.lock")},
-    **{key: [] for key in ("tests/bench/", "tests/campaigns/")},
     **{f"{kind}/{package}/": [package] for package in PACKAGES for kind in ("tests/unit", "tests/launch")},
 }
 
