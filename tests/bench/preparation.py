@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -78,22 +79,29 @@ def finish(child: subprocess.Popen[str]) -> tuple[float, float]:
     return float(seconds), float(peak)
 
 
-def sizes(report: common.Report, work: Path, gigabytes: list[float], dedup: str) -> None:
-    """Compare complete preparations of less and of more text by one process."""
-    measured = []
-    for size in sorted(gigabytes):
-        with tempfile.TemporaryDirectory(dir=work) as directory:
-            text = Path(directory) / "text.txt"
+def sizes(report: common.Report, work: Path, gigabytes: list[float], dedup: str, rounds: int) -> None:
+    """Compare complete preparations of less and of more text by one process, in turn."""
+    ordered = sorted(set(gigabytes))
+    seconds: common.Times[float] = {size: [] for size in ordered}  # per GB
+    peaks: common.Times[float] = {size: [] for size in ordered}  # MiB
+    with tempfile.TemporaryDirectory(dir=work) as directory:
+        texts = {size: Path(directory) / f"{size}" / "text.txt" for size in ordered}
+        for size, text in texts.items():
+            text.parent.mkdir()
             write_text(text, int(size * GB))
-            seconds, peak = finish(start(recipe_of(text.parent, "out", dedup)))
-            measured.append((seconds * GB / text.stat().st_size, peak))
-        cpu = round(measured[-1][0], 1)
-        report.row(part=f"dedup: {dedup}", gb=size, cpu_s_per_gb=cpu, peak_mib=round(peak))
-    compared = f"{max(gigabytes):g} / {min(gigabytes):g} GB, dedup: {dedup}"
-    for figure, small, large in zip(
-        ("CPU time of a GB", "peak memory"), measured[0], measured[-1], strict=True
-    ):
-        report.ratio(f"{figure}, {compared}", large / small, at_most=1.1)
+        for _, size in common.turns(ordered, rounds):
+            text = texts[size]
+            took, peak = finish(start(recipe_of(text.parent, "out", dedup)))
+            shutil.rmtree(text.parent / "out")
+            seconds[size].append(took * GB / text.stat().st_size)
+            peaks[size].append(peak)
+    for size in ordered:
+        cpu, peak = (statistics.median(values[size]) for values in (seconds, peaks))
+        report.row(part=f"dedup: {dedup}", gb=size, cpu_s_per_gb=round(cpu, 1), peak_mib=round(peak))
+    small, large = ordered[0], ordered[-1]
+    for figure, values in (("CPU time of a GB", seconds), ("peak memory", peaks)):
+        value = common.ratio(values, large, small)
+        report.ratio(f"{figure}, {large:g} / {small:g} GB, dedup: {dedup}", value, at_most=1.1)
 
 
 def scanning(report: common.Report, work: Path, gigabytes: float, rounds: int) -> None:
@@ -127,10 +135,11 @@ def main() -> int:
     parser.add_argument("--dedup", nargs="+", choices=("exact", "near"), default=["exact"])
     args = parser.parse_args()
     report = common.Report("preparation", judged=not args.quick)
-    args.sizes = [0.01, 0.02] if args.quick else args.sizes
+    if args.quick:
+        args.sizes, args.rounds = [0.01, 0.02], 1
     with tempfile.TemporaryDirectory() as work:
         for dedup in args.dedup:
-            sizes(report, Path(work), args.sizes, dedup)
+            sizes(report, Path(work), args.sizes, dedup, args.rounds)
         scanning(report, Path(work), min(args.sizes), args.rounds)
     return report.finish(**vars(args))
 
