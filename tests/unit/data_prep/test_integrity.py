@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import zstandard
 from emo.common.errors import UserError
 from emo.common.io.files import Hashes, sha256
 from emo.common.io.lease import register_user
-from emo.data_prep.config import DataConfig
+from emo.data_prep.config import MARKER, DataConfig
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.prepare import JOBS
 from emo.data_prep.shards import inspect as look
@@ -282,10 +283,13 @@ def test_a_foreign_directory_is_not_changed(tmp_path: Path) -> None:
     other = tmp_path / "prepared/train/weights.bin"
     other.parent.mkdir(parents=True)
     other.write_text("the only copy")
-    for force in (False, True):
-        with pytest.raises(UserError):
+    for code, force in itertools.product(("not-claimed", "foreign-file"), (False, True)):
+        if code == "foreign-file":  # the file appeared after prepare had claimed the directory
+            (tmp_path / "prepared" / MARKER).touch()
+        with refused(code):
             run(data_config(tmp_path), force=force)
         files = {p for p in tmp_path.rglob("*") if p.is_file() and ".planning" not in p.parts}
+        files.discard(tmp_path / "prepared" / MARKER)
         assert files == {tmp_path / "a.jsonl", other} and other.read_text() == "the only copy"
 
 

@@ -41,6 +41,7 @@ from tests.helpers.corpus import (
     train_set,
     write_jsonl,
 )
+from tests.helpers.refusals import refused
 
 
 def world(root: Path, rows: list[Any], **data: Any) -> DataConfig:
@@ -311,6 +312,13 @@ def test_a_full_disk_leaves_no_partial_data(
     resize(disk, total * 3)
     run(config)
     assert file_bytes(config.dir) == expected
+
+
+def test_force_with_one_of_several_jobs_is_rejected(tmp_path: Path) -> None:
+    config = data_config(tmp_path)
+    with refused("force-with-shard"):
+        run(config, shard=(0, 2), force=True)
+    assert not config.dir.exists()
 
 
 def test_exit_codes(tmp_path: Path) -> None:

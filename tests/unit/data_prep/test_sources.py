@@ -490,6 +490,15 @@ def test_token_ids_are_used_unchanged(tmp_path: Path) -> None:
     tokens = {"files": "t.jsonl", "format": "tokens"}
     config = prepared(tmp_path, sequence_len=4, shards=1, sources=[tokens], dedup="none")
     assert [ids for ids, _ in segments(train_set(config))] == rows
+    write_jsonl(tmp_path / "t.jsonl", [{"ids": [*ids, 60_000]} for ids in rows])
+    with refused("token-range"):
+        run(data_config(tmp_path, sources=[tokens], dir=str(tmp_path / "other")))
+
+
+def test_a_source_in_data_dir_is_rejected(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(9))
+    with refused("source-in-data-dir"):
+        planned_inputs(data_config(tmp_path, dir=str(tmp_path)))
 
 
 def test_hub_and_saved_data_sets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

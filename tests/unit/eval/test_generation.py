@@ -396,6 +396,13 @@ def test_reasoning_between_special_tokens_is_kept_apart() -> None:
         assert begins_in_thinking(tokenizer, tokenizer.encode(text)) == opened
 
 
+def test_texts_of_other_weights_are_rejected(sampled: Path) -> None:
+    texts = quality.Sampled(sampled)
+    texts.about["weights"] = "0" * 64
+    with refused("other-weights"):
+        texts._measure_ppl(["the cat sat"], "float32", print)
+
+
 def test_models_are_compared_on_the_same_prefixes(corpus: Path, sampled: Path) -> None:
     """Each difference is that of the means. There is none after different prefixes."""
     others = [generate(corpus, "oracle", name="other")]
