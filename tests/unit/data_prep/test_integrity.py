@@ -465,31 +465,31 @@ def test_damaged_or_foreign_scores_are_errors(config: DataConfig, tmp_path: Path
     data = train_set(config)
     path = scores.shard_file(data, "ref", 1)
 
-    def unreadable(name: str = "ref") -> None:
-        with pytest.raises(UserError):
+    def unreadable(code: str, name: str = "ref") -> None:
+        with refused(code):
             Scores(data, name)
 
-    unreadable()
+    unreadable("no-scores")
     scores.begin(data, "ref", MODEL)
     assert not scores.finish(data, "ref", MODEL)
-    with pytest.raises(UserError):
+    with refused("other-scores"):
         scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
     for bad in (float("nan"), float("-inf"), 0.5):  # not log-probabilities
-        with pytest.raises(UserError):
+        with refused("not-finite"):
             scores.write_scores(path, np.array([-1.0, bad]))
     assert not path.exists()
-    unreadable()
+    unreadable("no-scores")
     write_scores(data)
-    unreadable("../ref")
+    unreadable("option-value", "../ref")
     content = path.read_bytes()
     path.write_bytes(content[:-4])
-    unreadable()
+    unreadable("damaged-scores")
     for last, faults in ((b"\0\0\0\0", 1), (content[-4:], 0)):
         path.write_bytes(content[:-4] + last)
         assert len(list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))) == faults
         assert scores.finish(data, "ref", MODEL) == (not faults)
     edit(scores.directory(data, "ref") / scores.ABOUT, data="other")
-    unreadable()
+    unreadable("other-scores")
 
 
 def test_inspect_sums_many_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
