@@ -258,7 +258,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 def test_killed_at_random_moments_then_run_again(undisturbed: tuple[Path, dict[str, bytes], float]) -> None:
     root, expected, seconds = undisturbed
     partial = 0
-    for trial in range(2):
+    for trial in range(6):
+        if trial >= 2 and partial:
+            break
         rng, out = random.Random(trial), root / f"killed-{trial}"
         job = start(root, out, 1 + trial % 2)
         if trial == 0:
@@ -273,7 +275,7 @@ def test_killed_at_random_moments_then_run_again(undisturbed: tuple[Path, dict[s
         partial += bool(list(out.glob("*/shard-*"))) and len(list(out.glob("*/manifest.json"))) < 2
         run(load_data_config(recipe_of(root, out), []))
         assert file_bytes(out) == expected, f"trial {trial}"
-    assert partial >= 1, "some trials must leave some shards"
+    assert partial, "some trials must leave some shards"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -136,14 +137,15 @@ def many_units(root: Path, name: str, **data: Any) -> DataConfig:
 
 
 def kill_one(prefix: str, killed: list[int]) -> None:
-    """Send SIGKILL to the first process whose title begins with `prefix`."""
+    """Send SIGKILL to the first child of this process whose title begins with `prefix`."""
     deadline = time.monotonic() + 60
     while not killed and time.monotonic() < deadline:
-        for process in psutil.process_iter(["cmdline"]):
-            if (process.info["cmdline"] or [""])[0].startswith(prefix):
-                process.send_signal(signal.SIGKILL)
-                killed.append(process.pid)
-                break
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if (process.cmdline() or [""])[0].startswith(prefix):
+                    process.send_signal(signal.SIGKILL)
+                    killed.append(process.pid)
+                    break
         time.sleep(0.005)
 
 

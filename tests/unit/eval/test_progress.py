@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-import time
 
 import pytest
 
 from emo.common.cli import progress
 from emo.eval import cli
+from tests.helpers.killing import wait_for
 
 
-def test_long_work_shows_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_work_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the innermost activity prints, with the time left. Short work prints nothing."""
     monkeypatch.setattr(progress, "QUIET", 0.05)
-    with progress.show_activity("outer"), progress.show_activity("inner", 40, "text") as advance:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        progress.show_activity("outer"),
+        progress.show_activity("inner", 40, "text") as advance,
+    ):
         advance(20)
-        time.sleep(0.12)
-        time.sleep(0.12)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines and all(line.startswith("inner: ") for line in lines)
-    assert re.fullmatch(r"inner: 20 of 40 texts, about 0 s left", lines[-1])
-    monkeypatch.setattr(progress, "QUIET", 10)
-    with progress.show_activity("short", 3, "row") as advance:
+        wait_for(lambda: "left\n" in err.getvalue(), "line")
+    lines = err.getvalue().splitlines()
+    assert all(line.startswith("inner: ") for line in lines)
+    assert re.fullmatch(r"inner: 20 of 40 texts, about \d+ s left", lines[-1])
+    monkeypatch.setattr(progress, "QUIET", 60)
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        progress.show_activity("short", 3, "row") as advance,
+    ):
         advance(3)
-    assert capsys.readouterr().err == "" and progress._activities == []
+    assert err.getvalue() == "" and progress._activities == []
 
 
 @pytest.mark.parametrize(("name", "speaks"), [("chat", False), ("generate", True)])
