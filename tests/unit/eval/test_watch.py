@@ -133,12 +133,12 @@ def test_two_crashing_watchers_evaluate_every_checkpoint_once(run: Run, tmp_path
     log, rng = tmp_path / "log", random.Random(1)
     crashes, steps = 0, list(range(WATCHED))
     workers: list[Any] = [None, None]
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + 1200
     while len(run.done) < WATCHED:
         assert time.monotonic() < deadline, run.done
         for i, worker in enumerate(workers):
             if worker is None or not worker.is_alive():
-                workers[i] = FORK.Process(target=_loop, args=(run, log, WATCHED))
+                workers[i] = FORK.Process(target=_loop, args=(run, log, WATCHED), daemon=True)
                 workers[i].start()
         if steps and rng.random() < 0.7:
             run.publish(steps.pop(0))
