@@ -32,6 +32,23 @@ def local_values(parameter: nn.Parameter, rank: int) -> Tensor:
     return part[: max(0, size - rank * part.numel())]
 
 
+@torch.no_grad()
+def zero_padding(model: nn.Module, optimizer: Any, rank: int) -> None:
+    """Set the padding of the partitions of ZeRO-3 to zero.
+
+    DeepSpeed leaves it uninitialised. NaN there would look like damaged weights in every checkpoint.
+    """
+
+    def padding(parameter: Any, part: Tensor) -> Tensor:
+        return part[max(0, parameter.ds_numel - rank * parameter.partition_numel()) :]
+
+    for parameter in model.parameters():
+        padding(parameter, parameter.ds_tensor).zero_()  # type: ignore[attr-defined]
+    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        for parameter, part in zip(group, flat.split([p.partition_numel() for p in group]), strict=True):
+            padding(parameter, part).zero_()
+
+
 class WeightAverage:
     """The average of the trained weights of a model. All ranks create it and call its methods."""
 

@@ -26,7 +26,7 @@ from emo.common.errors import UserError
 from ..control.world import World, gather_objects
 from ..loss import TopK
 from ..loss.models.head import BOUNDS, DOMAIN, TOP_K, WEIGHTS, MicroBatch, sum_by_document
-from .average import AVERAGED, WeightAverage, local_values
+from .average import AVERAGED, WeightAverage, local_values, zero_padding
 from .device.pace import OwnTime
 from .ds_config import (
     EIGHT_BIT,
@@ -95,6 +95,8 @@ class Engine:
             config=ds_config,
             optimizer=build,
         )
+        if self._stage == 3:
+            zero_padding(self.model, self.ds.optimizer, world.rank)
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / settings["lr"] * group.get("ratio", 1.0) for group in groups]
         freezes = grouping.embeddings_apart

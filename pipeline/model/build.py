@@ -32,6 +32,7 @@ from ..config import RunConfig
 from ..control.run_dir import INITIAL
 from ..control.world import NETWORK, broken_device, gather_objects, lost_a_peer
 from ..engine.activations import offload_checkpoints, tile_mlps
+from ..engine.average import local_values
 from ..engine.device.devices import family_supports, usable_attention
 from ..engine.engine import Engine
 from ..loss import fuse_model, probe_model
@@ -223,9 +224,10 @@ def _dequantizing_options(config: Any) -> dict[str, Any]:
 def _find_nonfinite_parameter(model: PreTrainedModel) -> str:
     """Return the name of a parameter with NaN or infinite values on this rank, or an empty text."""
     broken = ""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for name, parameter in model.named_parameters():
-        partition = getattr(parameter, "ds_tensor", None)  # of this rank under ZeRO-3
-        values = full_values(parameter) if partition is None else partition.detach()
+        partitioned = hasattr(parameter, "ds_tensor")  # under ZeRO-3
+        values = local_values(parameter, rank) if partitioned else full_values(parameter)
         in_memory = values.numel() and values.device.type != "meta"  # partitions on NVMe are not
         if in_memory and not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
             broken = broken or name

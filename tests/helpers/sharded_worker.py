@@ -34,6 +34,7 @@ from emo.pipeline.engine.snapshots import to_universal
 from emo.pipeline.engine.start import start_world
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, probe_model
 from emo.pipeline.loss.models.varlen import VARLEN
+from emo.pipeline.model.build import _find_nonfinite_parameter
 from emo.pipeline.model.kernels import check_kernels
 from tests.conftest import REPO
 from tests.helpers import wrapped
@@ -197,6 +198,22 @@ def resume_case(case: Case, config: RunConfig, world: World, saved: Path, univer
     return losses
 
 
+def save_padding(world: World, directory: Path) -> str:
+    """Save a model whose padding is NaN. Return the parameter that looks damaged, or an empty text."""
+    config = load_recipe(Case([*ADAM, "model.dtype=bfloat16"], "zero3"))
+    ds_config = deepspeed_config(config, Batch(ROWS, ROWS // world.ranks, 1, world.ranks))
+    with deepspeed.zero.Init(config_dict_or_path=ds_config):
+        model: Any = tiny_llama(VOCAB)
+        model.odd = nn.Linear(7, 1, bias=False)
+    model.odd.weight.ds_tensor[7 - 4 * world.rank :] = torch.nan
+    broken = _find_nonfinite_parameter(model)
+    engine = Engine(model, ds_config, world)
+    engine.snapshot(directory / "padding")
+    engine.files.write()
+    engine.ds.destroy()
+    return broken
+
+
 def train_plain(case: Case) -> dict[str, Any]:
     """Train in one process on complete batches, with PyTorch's AdamW and the original Muon.
 
@@ -316,6 +333,7 @@ def main(directory: Path) -> None:
     results: dict[str, dict[Any, Any]] = {"traffic": {case: count_traffic(case) for case in TRAFFIC}}
     results["wrapped"] = {case: wrapped.together(case, directory) for case in wrapped.CASES}
     results["probed"] = {arguments: probe_family(*arguments) for arguments in PROBED}
+    results["padding"] = {world.ranks: save_padding(world, directory)}
     results["stages"] = {}
     folder = directory / f"{world.rank}"
     folder.mkdir()

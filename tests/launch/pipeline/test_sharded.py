@@ -80,6 +80,11 @@ def test_the_probe_works_on_partitioned_weights(sharded: Results) -> None:
     assert sharded["probed"] == PROBED
 
 
+def test_uninitialised_padding_is_not_damage(sharded: Results) -> None:
+    """Models with NaN in the padding of their partitions load and save."""
+    assert sharded["padding"] == {2: ""}
+
+
 def test_zero2_communicates_as_the_plan_assumes(sharded: Results) -> None:
     """ZeRO-2 reduces the complete gradient in every pass, to all ranks or only to its owner."""
     sent = sharded["traffic"]
