@@ -85,6 +85,14 @@ class Spec:
         return True
 
 
+def check_extra_terms(objective: Objective, z_loss: float, label_smoothing: float) -> None:
+    """Raise UserError if an objective cannot be combined with z_loss or label_smoothing."""
+    if (objective.logit_scale != 1.0 or objective.normalised) and (z_loss or label_smoothing):
+        reason = "divides its weights by their mean" if objective.normalised else "changes the logit scale"
+        problem = f"objective {objective.name} {reason}; remove z_loss and label_smoothing"
+        raise UserError(problem, code="options-clash")
+
+
 def make_spec(
     objective: Objective,
     cost: CostEmbedding | LiveCost | None,
@@ -109,10 +117,7 @@ def make_spec(
     ):
         if not valid:
             raise UserError(f"{name} must be {condition} (got: {value})", code="option-range")
-    if (objective.logit_scale != 1.0 or objective.normalised) and (z_loss or label_smoothing):
-        reason = "divides its weights by their mean" if objective.normalised else "changes the logit scale"
-        problem = f"objective {objective.name} {reason}; remove z_loss and label_smoothing"
-        raise UserError(problem, code="options-clash")
+    check_extra_terms(objective, z_loss, label_smoothing)
     terms = Terms(objective, softcap, z_loss, label_smoothing)
     return Spec(terms, cost, logit_scale, memory_mb, kernels)
 

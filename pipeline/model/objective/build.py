@@ -20,6 +20,7 @@ from emo.data_prep.shards.format import TokenDataset
 from ...config import RunConfig
 from ...loss import CostEmbedding, LiveCost, Objective, get_objective, load_cost, number_cost, weighted_sum
 from ...loss.cost import NumberCost, find_twins
+from ...loss.fused import check_extra_terms
 from ...loss.schedule import Ramp, Spaced, Weight
 from .config import ObjectiveConfig, PartConfig, RampConfig, TeacherConfig
 
@@ -55,7 +56,7 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     """Return what a recipe minimises.
 
     `parts` are the result of `objective_parts`, if it is known already. Raises UserError for a teacher or
-    scores that are missing or not used.
+    scores that are missing or not used, and for settings that exclude each other.
     """
     chosen = config.objective
     parts = parts or objective_parts(config)
@@ -85,6 +86,7 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
             f"objective {objective.name} reads no scores. Remove objective.scores.", code="needs-stored"
         )
     _check_measured(config, objective)
+    check_extra_terms(objective, chosen.z_loss, chosen.label_smoothing)
     return objective
 
 

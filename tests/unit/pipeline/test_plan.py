@@ -505,6 +505,12 @@ def test_steps_on_generated_text_need_the_whole_divergence() -> None:
     assert check_plan(load_config(LLAMA, ["output_dir=runs/unstarted", both]), 1).objective.divergences
 
 
+@pytest.mark.parametrize("objective", ["{name: mile, z_loss: 0.1}", "{name: gem, label_smoothing: 0.1}"])
+def test_a_plan_rejects_terms_that_an_objective_excludes(objective: str) -> None:
+    with refused("options-clash"):
+        check_plan(load_config(LLAMA, ["output_dir=runs/unstarted", f"objective={objective}"]), 1)
+
+
 LONG = ["train.global_batch_size=8", "train.micro_batch_size=1", "deepspeed=ds_configs/zero2.json"]
 ZERO3 = [*LONG, "deepspeed=ds_configs/zero3.json", "model.activation_checkpointing=true"]
 HEADS = [f"model.architecture.{key}" for key in ("num_attention_heads=28", "hidden_size=3584")]
