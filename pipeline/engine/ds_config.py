@@ -44,6 +44,7 @@ OWNED_BY_RECIPE = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
+    "managed_gradient_accumulation": "train.global_batch_size and train.micro_batch_size",
     "optimizer": "train.optimizer, train.learning_rate, train.betas, train.eps, train.weight_decay",
     "scheduler": "train.lr_scheduler_type and train.warmup_ratio",
     "gradient_clipping": "train.max_grad_norm",
@@ -167,6 +168,7 @@ def _contradictions(config: RunConfig, owned: DsConfig, batch: Batch) -> Iterato
     expected: DsConfig = {
         "train_batch_size": train.global_batch_size,
         "gradient_accumulation_steps": batch.accumulation,
+        "managed_gradient_accumulation": True,
         "gradient_clipping": train.max_grad_norm,
         "bf16.enabled": config.model.dtype == "bfloat16",
         "optimizer.params.lr": train.learning_rate,

@@ -79,7 +79,8 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ("train.profile.steps=[5,2]", "profile.steps"),
         ("model.architecture={hidden_size: 8}", "model_type"),
         ("objective={name: mle, sum: [{name: emo}]}", "not both"),
-        ("objective.sum=[{name: emo, cost: live}, {name: mle}]", "cost"),
+        ("objective.sum=[{name: emo, cost: live}, {name: mle}]", "unknown key"),
+        ("objective={cost: live, cost_cache_mb: 64}", "cost_cache_mb"),
         ("objective.sum=[{name: emo, weight: {from: 1, to: 0}}]", "steps"),
         ("objective.sum=[{name: emo, share: 0.5}, {name: mle, share: 0.5}]", "share of 1"),
         ("train.mixture={}", "shares and temperature"),
@@ -377,6 +378,7 @@ def test_all_errors_of_a_file_are_listed(resolve_text: Callable[..., Any]) -> No
     wrong = {"train_batch_size": 4, "gradient_clipping": 0.5, "fp16": enabled, "wandb": enabled}
     wrong["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
     wrong["optimizer"] = {"type": "Lamb"}
+    wrong["managed_gradient_accumulation"] = False
     with refused("ds-owned") as error:
         resolve_text(json.dumps(wrong | {"zero_optimization": {"stage": 2}}))
     assert len(error.value.lines) == len(wrong)
