@@ -429,7 +429,11 @@ class NumberCost(CostEmbedding):
 
     def prepared_for(self, device: torch.device, model_dtype: torch.dtype) -> CostEmbedding:
         """Return the values on the model's device in their own dtype: bfloat16 cannot represent 1234."""
-        return self if self.rows.device == device else NumberCost(self.rows.to(device), self.cache_mb)
+        if self.rows.device == device:
+            return self
+        if self._prepared is None or self._prepared.rows.device != device:
+            self._prepared = NumberCost(self.rows.to(device), self.cache_mb)
+        return self._prepared
 
     def cosines(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
         """Return 1 - cost [u, V], for kernels that read costs in that form."""

@@ -128,8 +128,6 @@ class PartConfig(Section):
     """Weight in the sum: a number, or a ramp {from, to, steps} over the first steps."""
     share: Share = 1.0
     """Share of the steps in which this objective is used, evenly spaced."""
-    cost: str | None = None
-    """The cost embedding, which must equal objective.cost."""
     teacher: Teachers = None
     """The teacher of a divergence. All parts share one, so it can also be set for the sum."""
 
@@ -180,7 +178,7 @@ class ObjectiveConfig(Section):
     """Seed of `permuted`."""
     cost_cache_mb: float = Field(0.0, ge=0)
     """Memory in which the costs of frequent targets are kept. This is faster, and changes gradients by less
-    than 2e-3."""
+    than 2e-3. It cannot be combined with cost: live."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of a penalty on (log sum exp of the logits)^2, which keeps logits from drifting."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -243,8 +241,8 @@ class ObjectiveConfig(Section):
         if self.sum and all(part.share != 1 for part in self.sum):
             problem = "shares choose the same steps for all parts, so that other steps would have no loss"
             raise ValueError(f"{problem}: give one part a share of 1")
-        if {part.cost for part in self.sum or ()} - {None, self.cost}:
-            raise ValueError("the parts of a sum share one cost embedding: set objective.cost")
+        if self.cost == "live" and self.cost_cache_mb:
+            raise ValueError("cost_cache_mb has no effect with cost: live, which changes in every step")
         teacher = self.resolved_teacher
         if any(part.teacher not in (None, teacher) for part in (self, *(self.sum or ()))):
             raise ValueError("the parts of a sum share one teacher: set objective.teacher")

@@ -176,6 +176,8 @@ def test_costs_of_numbers() -> None:
     assert rows[1].tolist() == pytest.approx([0, eleven, 0, 5, 0, 0, 0, twelve, 0, 0])
     assert not rows[2:].any()
     assert cost.prepared_for(torch.device("cpu"), torch.bfloat16) is cost
+    copies = {cost.prepared_for(torch.device("meta"), torch.bfloat16) for _ in range(2)}
+    assert len(copies) == 1, "the copy on a device is kept"
     assert cost.fingerprint != number_cost(["1", "2"], 10).fingerprint
     with refused("no-numbers"):
         number_cost(["a", "7"], 10)
