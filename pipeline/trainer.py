@@ -9,7 +9,7 @@ fit        for each step s:
                loss    = sum over tokens of the objective / divisor              (loss/)
                AdamW or Muon step at the scheduled rate                          (engine/)
                components, validation, checkpoint                    (monitor/, validation/, checkpoint/)
-finish     wait for the last checkpoint, write the export
+finish     wait for the last checkpoint, write the export, wait for copies
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from .checkpoint.saver import (
     fetch_newest,
     make_universal,
     newest_valid,
+    remove_unfinished,
     write_best,
 )
 from .config import RunConfig
@@ -184,6 +185,7 @@ class Trainer:
 
         def take_directory() -> None:
             self.lock.acquire()
+            remove_unfinished(config.output_dir)  # a killed launch leaves them, and they may fill the disk
             copies.fetch_records(config, self.plan.identity)
             identity.check_run_dir(config, self.plan.identity)  # again: another launch may have held the lock
             check_branch(config, self.plan.identity, len(self.plan.data))
@@ -508,8 +510,9 @@ class Trainer:
             self.saver.finish()  # first: a failed export must not take the last checkpoint with it
             if finished:
                 self._export(step, tokens)
-        if finished:
-            self.saver.finish_copies(lambda: self.stop.reason is not None)
+        # A time limit or a STOP file leaves time for copies. A signal does not.
+        stop = self.stop if finished else self.watch
+        self.saver.finish_copies(lambda: stop.reason is not None)
         for component in self.components:
             component.close()
         self.launch.log_end(step, finished)

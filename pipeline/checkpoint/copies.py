@@ -62,6 +62,8 @@ RECORDS = (
     *(WANDB_ID, MLFLOW_ID, TRACKIO_ID),
 )
 STALL = 600.0  # seconds without progress after which the end of a run does not wait for copies
+PATIENCE = 60.0  # seconds to wait for a list of the checkpoints in the store
+PATIENCE_STOPPED = 5.0  # the same if the run must end soon
 POLL = 2.0  # seconds between checks of what other hosts have done
 THREADS = 8  # files that are transferred at the same time
 FINISHED = b"\nwhole"  # follows the content of COMPLETE in the marker of a finished part
@@ -105,17 +107,23 @@ class Uploads:
         copying = self.current is not None or self.part == 0
         return copying and not self._last.done() and time.monotonic() - self._progressed < STALL
 
-    def find_missing(self) -> list[str]:
-        """Return the names of complete checkpoints that the store does not have completely."""
+    def find_missing(self, timeout: float) -> list[str]:
+        """Return the names of complete checkpoints that the store does not have completely.
+
+        If it does not answer within `timeout` seconds, return those that this launch has not copied.
+        """
         names = [directory.name for directory in checkpoints(self.run_dir)]
         with contextlib.suppress(Exception):  # stores raise anything
-            return self._thread.submit(self._filter_missing, names).result(timeout=60)
-        return names
+            return self._thread.submit(self._filter_missing, names).result(timeout)
+        current = self.current
+        copied = self._tried - self._failed - {"" if current is None else current.name}
+        return [name for name in names if name not in copied]
 
-    def warn_of_missing(self) -> None:
-        """Log the checkpoints that the store does not have."""
-        if names := self.find_missing():
-            log.warning("not in train.copy_to=%s, copy them by hand: %s", self.target, ", ".join(names))
+    def warn_of_missing(self, timeout: float) -> None:
+        """Log the checkpoints that the store does not have. See `find_missing`."""
+        if names := self.find_missing(timeout):
+            cure = "Run the same command again to copy them"
+            log.warning("not in train.copy_to=%s: %s. %s.", self.target, ", ".join(names), cure)
 
     def _filter_missing(self, names: list[str]) -> list[str]:
         store = open_store(self.target)
@@ -188,13 +196,14 @@ def wait_for_copies(
     while True:
         progressing = uploads is not None and uploads.is_progressing()
         states = gather_objects((progressing, stopped()), group)
-        if not any(progress for progress, _ in states) or any(stop for _, stop in states):
+        stopping = any(stop for _, stop in states)
+        if stopping or not any(progress for progress, _ in states):
             break
         lock.set_activity("copying")
         time.sleep(wait)
         wait = min(2 * wait, 5.0)
     if uploads is not None and uploads.part == 0:
-        uploads.warn_of_missing()
+        uploads.warn_of_missing(PATIENCE_STOPPED if stopping else PATIENCE)
 
 
 def copy_records(run_dir: Path, store: Store) -> None:

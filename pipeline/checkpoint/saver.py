@@ -104,6 +104,11 @@ def prune(run_dir: Path, step: int, keep_last: int, keep_every: int = 0, *spared
     for directory in earlier[:-keep_last]:
         if directory not in spared and (not keep_every or step_of(directory) % keep_every):
             remove(directory)
+    remove_unfinished(run_dir)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Delete checkpoints that were not finished, and copies in DeepSpeed's universal format."""
     for directory in (*run_dir.glob("step-*.partial"), *run_dir.glob("step-*.universal")):
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -40,6 +40,7 @@ from emo.pipeline.control.run_dir import (
     VALIDATION,
     checkpoint_problem,
     checkpoints,
+    partial_directory,
     read_metrics,
     read_records,
     step_directory,
@@ -396,9 +397,11 @@ def test_a_run_resumes_from_copies_and_a_full_disk_loses_no_checkpoint(
     shutil.copytree(late_exports.parent / "copies", target)
     next((target / f"step-{LAST:06d}/state").glob("*optim*")).write_bytes(b"damaged")
     options = (f"train.copy_to={target}", *FIXED_HEAD)
+    leftover = partial_directory(run_dir, 9)  # of a killed launch
+    leftover.mkdir(parents=True)
     output = run_disturbed("late", recipe, run_dir, *options, "train.seed=5", code=ExitCode.MISTAKE)
     assert f"{target} was" in output
-    assert not (run_dir / CONFIG).exists() and not checkpoints(run_dir)
+    assert not (run_dir / CONFIG).exists() and not checkpoints(run_dir) and not leftover.exists()
     output = run_disturbed("full", recipe, run_dir, "train.save_steps=1", *options, code=ExitCode.FAILURE)
     assert re.search(rf"step-{LAST:06d} in .* is not used: state/", output), output
     assert "fetched step-000002" in output and "Traceback" not in output

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -38,6 +39,7 @@ from emo.pipeline.control.run_dir import (
     partial_directory,
     step_of,
 )
+from emo.pipeline.trainer import Trainer
 from tests.helpers.examples import load_example
 from tests.helpers.killing import wait_for
 from tests.helpers.refusals import refused
@@ -200,12 +202,12 @@ def test_a_launch_continues_the_copies_of_the_previous_one(tmp_path: Path) -> No
     target.write_text("in the way")
     uploads = Uploads(run, str(target))
     wait_for_uploads(uploads)
-    assert uploads.find_missing() == ["step-000001"]
+    assert uploads.find_missing(60) == ["step-000001"]
     target.unlink()
     write(run, 2)
     uploads.wake()
     wait_for_uploads(uploads)
-    assert uploads.find_missing() == [] and steps_in(target) == [1, 2]
+    assert uploads.find_missing(60) == [] and steps_in(target) == [1, 2]
 
 
 def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, target: str) -> None:
@@ -222,7 +224,7 @@ def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, target: str) -
     for host in hosts:
         host.wake()
         wait_for(host._last.done, "end of the uploads", 20)
-    assert RunCopy(target).checkpoints() == ["step-000003", "step-000001"] and not hosts[0].find_missing()
+    assert RunCopy(target).checkpoints() == ["step-000003", "step-000001"] and not hosts[0].find_missing(60)
 
 
 @pytest.mark.parametrize("target", ["dict://runs"], indirect=True)
@@ -240,6 +242,30 @@ def test_a_checkpoint_is_not_pruned_while_it_is_copied(tmp_path: Path, target: s
     uploads.wake()
     wait_for_uploads(uploads)
     assert RunCopy(target).checkpoints() == ["step-000003", "step-000001"]
+
+
+@pytest.mark.parametrize("target", ["dict://runs"], indirect=True)
+def test_a_run_that_ends_during_a_copy_names_only_what_is_missing(tmp_path: Path, target: str) -> None:
+    run = tmp_path / "run"
+    write(run, 1)
+    uploads = Uploads(run, target)
+    wait_for_uploads(uploads)
+    DictStore.may_write.clear()
+    write(run, 2)
+    uploads.wake()
+    wait_for_start(uploads)
+    assert uploads.find_missing(0.01) == ["step-000002"]
+    DictStore.may_write.set()
+
+
+@pytest.mark.parametrize(("finished", "signal"), [(True, None), (False, None), (False, "SIGTERM")])
+def test_only_a_signal_ends_a_stopped_run_before_its_copies(finished: bool, signal: str | None) -> None:
+    trainer = MagicMock()
+    trainer.stop.reason, trainer.watch.reason = None if finished else "STOP", signal
+    with patch.multiple("emo.pipeline.trainer", gather_objects=Mock(), longer_timeout=MagicMock()):
+        Trainer.finish(trainer, finished)
+    (stopped,) = trainer.saver.finish_copies.call_args.args
+    assert stopped() == (signal is not None)
 
 
 def test_records_are_copied_without_an_unfinished_line(tmp_path: Path, target: str) -> None:
