@@ -14,6 +14,7 @@ numbers of each document. Neither a resume nor another number of ranks changes t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -53,6 +54,10 @@ class DocumentPrompt(NamedTuple):
     last: int  # last token of the answer
 
 
+# For a rank that has no more prompts, while other ranks have.
+NO_PROMPT = DocumentPrompt(-1, np.zeros(1, np.int64), np.zeros(0, np.int64), -1)
+
+
 def find_prompts(micro: MicroBatch) -> list[DocumentPrompt]:
     """Return the part of each supervised document before its first supervised token.
 
@@ -84,8 +89,28 @@ def find_end_tokens(
 
     These are `ends` and the special token with which the answer in the data ends.
     """
-    last = [p.last if p.last in special else -1 for p in prompts] or [-1]
+    last = [p.last if p.last in special else -1 for p in prompts]
     return torch.tensor([(*ends, token) for token in last])
+
+
+def group_prompts(lengths: Sequence[int], tokens: int, block: int, room: int) -> list[list[int]]:
+    """Return the indices of prompts in groups of similar length, so that padding stays small.
+
+    The prompts of a group and their texts take at most `room` tokens with padding, unless it is one prompt.
+
+    Args:
+        lengths: Tokens of each prompt.
+        tokens: Largest number of tokens of a text.
+        block: Largest number of tokens of a prompt and its text.
+        room: Largest number of tokens of a group.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * min(lengths[i] + tokens, block) <= room:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def draw_uniforms(seed: int, step: int, slots: Sequence[tuple[int, int]], tokens: int) -> Tensor:
@@ -292,7 +317,7 @@ class OnPolicy:
         for micro in batch.micro:
             rows = len(micro["input_ids"])
             prompts = find_prompts(micro)
-            texts = self._continue_prompts(prompts, first_row, step)
+            texts = self._continue_prompts(prompts, first_row, step, micro["input_ids"].numel())
             written += sum(map(len, texts))
             micros.append(repack_rows(micro, prompts, texts, self.context))
             valid = np.bincount(micros[-1]["labels"].positions // self.block, minlength=rows)  # of each row
@@ -313,32 +338,58 @@ class OnPolicy:
         return StepBatch(batch.rows, int(totals.sum()), domains, micros, writing)
 
     def _continue_prompts(
-        self, prompts: Sequence[DocumentPrompt], first_row: int, step: int
+        self, prompts: Sequence[DocumentPrompt], first_row: int, step: int, room: int
     ) -> list[list[int]]:
-        """Return the text after each prompt. `first_row` is the number of their row 0 in the global batch."""
-        if not prompts and not self.together:
-            return []
-        ids = [prompt.ids for prompt in prompts] or [np.zeros(1, np.int64)]
-        numbers: dict[int, itertools.count[int]] = {}
-        slots = [(first_row + p.row, next(numbers.setdefault(p.row, itertools.count()))) for p in prompts]
-        uniforms = draw_uniforms(self.seed, step, slots or [(-1, 0)], self.settings.tokens)
-        ends = find_end_tokens(prompts, self.ends, self.special)
-        device = self.trainer.world.device
-        with torch.compiler.set_stance("force_eager"):  # the length differs at every pass
-            texts = generate_texts(
-                self.trainer.ds,
-                ids,
-                uniforms.to(device),
-                ends.to(device),
-                self.settings.temperature,
-                self.block,
-                self._all_ended if self.together else bool,
-                **self.options,
-            )
-        return texts[: len(prompts)]
+        """Return the text after each prompt.
 
-    def _all_ended(self, ended: bool) -> bool:
-        """Return whether the texts of all ranks have ended. `ended`: those of this rank have."""
-        running = torch.tensor(int(not ended), device=self.trainer.world.device)
+        Args:
+            prompts: The prompts of a micro-batch.
+            first_row: The number of their row 0 in the global batch.
+            step: The optimizer step.
+            room: Largest number of tokens that are generated together, with their prompts.
+        """
+        tokens = self.settings.tokens
+        groups = group_prompts([len(prompt.ids) for prompt in prompts], tokens, self.block, room)
+        padded = [*prompts, NO_PROMPT]
+        numbers: dict[int, itertools.count[int]] = {}
+        slots = [(first_row + p.row, next(numbers.setdefault(p.row, itertools.count()))) for p in padded]
+        uniforms = draw_uniforms(self.seed, step, slots, tokens)
+        ends = find_end_tokens(padded, self.ends, self.special)
+        device = self.trainer.world.device
+        texts: list[list[int]] = [[] for _ in prompts]
+        with torch.compiler.set_stance("force_eager"):  # the length differs at every pass
+            for call in range(self._count_calls(len(groups))):
+                group = groups[call] if call < len(groups) else []
+                rows = group or [len(prompts)]
+                written = generate_texts(
+                    self.trainer.ds,
+                    [padded[i].ids for i in rows],
+                    uniforms[rows].to(device),
+                    ends[rows].to(device),
+                    self.settings.temperature,
+                    self.block,
+                    functools.partial(self._all_ended, idle=not group) if self.together else bool,
+                    **self.options,
+                )
+                for i, text in zip(group, written, strict=False):
+                    texts[i] = text
+        return texts
+
+    def _count_calls(self, groups: int) -> int:
+        """Return how often to generate, which is equally often on all ranks under ZeRO-3."""
+        if not self.together:
+            return groups
+        calls = torch.tensor(groups, device=self.trainer.world.device)
+        dist.all_reduce(calls, dist.ReduceOp.MAX)
+        return int(calls)
+
+    def _all_ended(self, ended: bool, idle: bool) -> bool:
+        """Return whether the texts of all ranks have ended.
+
+        Args:
+            ended: Those of this rank have ended.
+            idle: This rank has no text, and only takes part in the forward passes of others.
+        """
+        running = torch.tensor(int(not (ended or idle)), device=self.trainer.world.device)
         dist.all_reduce(running)
         return not int(running)

@@ -197,7 +197,7 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     if setup.offload_parameters:
         parameters = 0.0
     gathered = _gathered_bytes(sizes, setup, shard)
-    activations = _activation_bytes(sizes, setup)
+    activations = max(_activation_bytes(sizes, setup), _writing_bytes(sizes, setup))
     loss = _loss_bytes(sizes, setup)
     teacher = _teacher_bytes(setup) + _average_bytes(sizes, setup)
     return Memory(parameters, gradients, optimizer, gathered, activations, loss, teacher, update)
@@ -275,6 +275,12 @@ def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
         copies = 1 if setup.checkpointing else sizes.layers
         activations = setup.tokens * setup.block * (1 + width * copies) + activations
     return activations
+
+
+def _writing_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the memory of generation: the cache of keys and values, and a layer's activations."""
+    per_token = 2 * sizes.key_values * sizes.layers + 6 * sizes.hidden + 4 * sizes.inner
+    return setup.tokens * setup.width * per_token if setup.written else 0.0
 
 
 def _teacher_bytes(setup: Setup) -> float:

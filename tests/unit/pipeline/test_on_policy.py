@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,14 @@ from torch import Tensor
 
 from emo.common.causal_lm import IGNORE
 from emo.pipeline.batches.on_policy import (
+    NO_PROMPT,
+    DocumentPrompt,
+    OnPolicy,
     draw_uniforms,
     find_end_tokens,
     find_prompts,
     generate_texts,
+    group_prompts,
     repack_rows,
     sample_tokens,
 )
@@ -83,6 +88,25 @@ def test_texts_equal_those_of_a_naive_sampler(name: str) -> None:
     assert len(texts[1]) <= 7 and texts[1][-1] == endless[1][6]
 
 
+def test_texts_do_not_depend_on_groups() -> None:
+    """Prompts are grouped by length. Each keeps its random numbers and its end tokens."""
+    lengths = [9, 2, 30, 3, 1]
+    assert group_prompts(lengths, 4, 32, 24) == [[4, 1, 3], [0], [2]]
+    torch.manual_seed(0)
+    model = family("llama").double().eval()
+    student: Any = OnPolicy.__new__(OnPolicy)
+    world = SimpleNamespace(device=torch.device("cpu"))
+    student.trainer = SimpleNamespace(ds=model, world=world)
+    student.settings = SimpleNamespace(tokens=12, temperature=1.0)
+    student.seed, student.block, student.together, student.options = 0, 64, False, {}
+    student.ends, student.special = [5], set(range(20, 40))
+    none = np.zeros(0, np.int64)
+    prompts = [DocumentPrompt(i // 2, np.arange(n), none, 20 + i) for i, n in enumerate(lengths)]
+    results = [student._continue_prompts(prompts, 0, 1, room) for room in (1, 60, 10**6)]
+    assert results[0] == results[1] == results[2] and all(results[0])
+    assert student._continue_prompts([], 0, 1, 60) == []
+
+
 @pytest.mark.parametrize(
     "objective",
     [
@@ -107,6 +131,14 @@ def test_the_plan_includes_the_time_of_writing() -> None:
         assert seconds[0].writing == 0 and seconds[2].writing == 2 * seconds[1].writing
         # a pass over 13.5 GB takes 7 ms at 2 TB/s, or 45 ms if gathered at 300 GB/s
         assert 128 * (0.007 if stage == 2 else 0.045) < seconds[2].total - seconds[0].total < 128 * 0.1
+
+
+def test_the_plan_includes_the_cache_of_writing() -> None:
+    """Keys and values of 32 layers take twice the memory of the layers' inputs, which checkpointing keeps."""
+    pair = [Setup(8, 2, 4, 2048, checkpointing=True, written=tokens) for tokens in (0, 64)]
+    without, activations = (footprint.memory(LLAMA_7B, setup).activations for setup in pair)
+    cache = 2 * 4096 * 32 * 2 * pair[1].tokens
+    assert max(cache, without) < activations < 1.3 * cache
 
 
 def micro_batch() -> dict[str, Any]:
@@ -138,7 +170,7 @@ def test_a_special_token_at_the_end_of_an_answer_ends_texts() -> None:
     assert [p.last for p in prompts] == [4, 18]
     assert find_end_tokens(prompts, [0], {4, 10}).tolist() == [[0, 4], [0, -1]]
     assert find_end_tokens(prompts, [], ()).tolist() == [[-1], [-1]]
-    assert find_end_tokens([], [7, 9], ()).tolist() == [[7, 9, -1]]  # for the text of a rank without prompts
+    assert find_end_tokens([NO_PROMPT], [7, 9], ()).tolist() == [[7, 9, -1]]
 
 
 def test_repacked_rows_leave_out_documents_that_do_not_fit() -> None:
