@@ -34,6 +34,7 @@ ACCELERATORS = {
     # Its efficiency was measured with large matrix products only: 0.79 of the peak.
     "H200-141G": Accelerator(139.8, 989, 67, 4.8, 450, 0.85),
     "A10-24G": Accelerator(22.5, 125, 31, 0.6, 12, 0.7, published=False),
+    "A10G-24G": Accelerator(22.5, 70, 35, 0.6, 12, 0.7, published=False),
     "L40S-48G": Accelerator(44.4, 362, 91, 0.86, 12, 0.6, published=False),
     "RTX3090-24G": Accelerator(23.6, 71, 35, 0.94, 12, 0.9, published=False),
     "RTX4090-24G": Accelerator(23.5, 165, 82, 1.0, 12, 0.9, published=False),
@@ -49,7 +50,7 @@ def accelerator(name: str) -> Accelerator | None:
     for kind, gpu in ACCELERATORS.items():
         letters, memory = kind.split("-")
         letters = re.sub(r"(?<=[A-Z])(?=\d)", " ?", letters)  # "RTX 4090", "A100"
-        if re.search(rf"{letters}(?!\d)", name.upper()):
+        if re.search(rf"(?<![A-Z0-9]){letters}(?![A-Z0-9])", name.upper()):
             matches[memory] = gpu
     stated = [gpu for memory, gpu in matches.items() if f"{memory}B" in name.upper()]
     known = stated or [*matches.values()]

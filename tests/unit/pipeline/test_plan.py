@@ -247,6 +247,17 @@ def test_gpus_are_parsed_before_any_library_is_imported() -> None:
     """The memory is optional for a kind of GPU that has only one size."""
     assert parse_cluster("8xH100") == parse_cluster("8xh100-80g") == Cluster(8, "H100-80G")
     assert accelerator("NVIDIA A100-SXM4-40GB") == ACCELERATORS["A100-40G"]
+    for name, kind in (
+        ("NVIDIA A10", "A10-24G"),
+        ("NVIDIA A10G", "A10G-24G"),
+        ("NVIDIA A100 80GB PCIe", "A100-80G"),
+        ("NVIDIA H100 80GB HBM3", "H100-80G"),
+        ("NVIDIA H200", "H200-141G"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA L40S", "L40S-48G"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090-24G"),
+    ):
+        assert accelerator(name) == (kind and ACCELERATORS[kind]), name
     assert accelerator("NVIDIA A100 PCIe") == ACCELERATORS["A100-80G"] and accelerator("NVIDIA T4") is None
     for text in ("8xA100", "8xB300", "H100", "0xH100", "²xH100"):
         with refused("gpus"):
