@@ -64,7 +64,8 @@ class Alternatives:
                 find_mlps(self.run.model)
         except UserError:
             return None
-        return setup_of(config, batch, ds_config, self.run.objective, self.setup.attended, self.setup)
+        run, setup = self.run, self.setup
+        return setup_of(config, batch, ds_config, run.objective, setup.attended, run.attention, setup)
 
     def _check_sharing(self, config: RunConfig) -> None:
         """Raise UserError if ranks cannot share rows as a recipe sets it."""

@@ -74,10 +74,10 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
     run = check_plan(plain, cluster.gpus, gpus=True)
     sizes = sizes_of(run.model, run.hf_config, config.model.linear_dtype)
     attended, span = attention_span(config, run, document_tokens)
-    candidates = list(choices(config, sizes, run.objective, cluster, attended))
+    candidates = list(choices(config, sizes, run.objective, cluster, attended, run.attention))
     best = _rank_choices(candidates, cluster)[:3]
     if not best:
-        setup = setup_of(plain, run.batch, run.ds_config, run.objective, attended)
+        setup = setup_of(plain, run.batch, run.ds_config, run.objective, attended, run.attention)
         settings = Alternatives(plain, run, sizes, setup, cluster).combine(certain=True) or {}
         chosen = candidates[0].settings  # by this search, except an offload
         others = {key: v for key, v in settings.items() if key not in chosen or v == "offload"}
@@ -97,7 +97,9 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
         train = config.train
         counts = (train.global_batch_size, train.micro_batch_size, cluster.gpus)
         batch = solve_batch(*counts, train.sequence_parallel)
-        setup = setup_of(config, batch, resolve_deepspeed(config, batch), run.objective, attended)
+        setup = setup_of(
+            config, batch, resolve_deepspeed(config, batch), run.objective, attended, run.attention
+        )
         current = Choice.predict(config.deepspeed, setup, sizes, cluster)
         table.add_section()
         table.add_row("recipe", *_choice_cells(current, sizes, cluster))
@@ -154,6 +156,7 @@ def choices(
     objective: Objective,
     cluster: Cluster,
     attended: float | None = None,
+    attention: str | None = None,
 ) -> Iterator[Choice]:
     """Yield all candidate settings on these GPUs, whether they fit or not.
 
@@ -167,6 +170,7 @@ def choices(
         objective: The objective of the recipe.
         cluster: The GPUs.
         attended: Mean tokens that a token attends to; None if one document fills each row.
+        attention: The implementation of attention. None: the one that the recipe names.
     """
     gpus = cluster.gpus
     batch = solve_batch(config.train.global_batch_size, 1, gpus, config.train.sequence_parallel)
@@ -176,7 +180,7 @@ def choices(
     for file in (Path("ds_configs") / name for name in files):
         plain = _without_choice(config, file)
         try:
-            base = setup_of(plain, batch, resolve_deepspeed(plain, batch), objective, attended)
+            base = setup_of(plain, batch, resolve_deepspeed(plain, batch), objective, attended, attention)
         except UserError as error:
             errors.append(error)
             continue

@@ -7,7 +7,8 @@ width):
     gathered     weights that ZeRO-3 gathers around the current layer, communication buckets, and the
                  gradients in the model's precision that ZeRO-1 keeps during the whole step
     activations  what a layer keeps for its backward pass, times layers. With checkpointing it is h per token
-                 and layer, and one complete layer. With a mask for packed rows, the mask is added.
+                 and layer, and one complete layer. With a mask for packed rows, the mask is added. With eager
+                 attention, the scores [heads, L, L] of each layer are added.
     loss         a chunk of logits, the head's float32 gradient [V, h], the cost embedding [V, h]
     update       needed while the optimizer steps, when the last three are free again: a copy of the gradient
                  under ZeRO-3; gradients 2 P and as much for the reduction under ZeRO-1
@@ -71,6 +72,8 @@ class Sizes:
     quantized: int = 0  # frozen parameters stored in NF4
     idle: int = 0  # parameters of experts that a token is not routed to
     trains_head: bool = True
+    heads: int = 0  # of attention
+    capped: bool = False  # attention scores have a soft cap
 
     @property
     def active(self) -> int:
@@ -93,7 +96,7 @@ class Setup:
     tiled: bool = False  # MLPs compute tiles of as many tokens as the model is wide
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    cost: bool = True  # the objective has transport costs
+    cost: bool = True  # a cost embedding [V, h] is in memory
     cache_mb: float = 0.0  # cache of cost rows
     chunk_mb: float = CHUNK_MB  # chunk of logits
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
@@ -101,6 +104,7 @@ class Setup:
     compiled: bool = False  # torch.compile, which fuses the element-wise kernels of a layer
     kernels: bool = False  # Liger's kernels, which fuse the same, and keep less for the backward pass
     masked: bool = False  # SDPA separates the documents of packed rows by a mask [b, 1, L, L]
+    eager: bool = False  # attention keeps the scores of all heads [b, heads, L, L]
     hpz: int = 1  # GPUs that share a second copy of the weights to gather from (hpZ), or 1
     reduced: int = 2  # bytes of a gradient element in a reduction
     all_reduced: bool = True  # ZeRO-2 sends gradients to all ranks, not only to their owner
@@ -243,8 +247,18 @@ def _loss_bytes(sizes: Sizes, setup: Setup) -> float:
     loss = min(setup.chunk_mb * 2**20, logits) + 2 * setup.tokens * sizes.hidden * 4
     loss += head * (4 + setup.width) if sizes.trains_head else 0.0
     if setup.cost:
-        loss += head * setup.width + setup.cache_mb * 2**20
-    return loss
+        loss += head * setup.width
+    return loss + setup.cache_mb * 2**20
+
+
+def state_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the bytes that all ranks save: weights, moments and weights of the optimizer, and an average."""
+    return sizes.trainable * (setup.state + setup.moments + setup.width + (4 if setup.averaged else 0))
+
+
+def export_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the bytes of an export."""
+    return sizes.parameters * setup.width
 
 
 def stored_bytes(sizes: Sizes, setup: Setup) -> float:
@@ -274,6 +288,9 @@ def _activation_bytes(sizes: Sizes, setup: Setup) -> float:
     if setup.masked:  # a boolean mask, and a copy in the model's precision that each layer keeps
         copies = 1 if setup.checkpointing else sizes.layers
         activations = setup.tokens * setup.block * (1 + width * copies) + activations
+    if setup.eager:  # the softmax in float32 and in the model's precision, and the scores before a soft cap
+        kept = 4 + (width if setup.bf16 else 0) + (width if sizes.capped else 0)
+        activations += setup.tokens * setup.block * sizes.heads * kept * (layers + 0.5)
     return activations
 
 

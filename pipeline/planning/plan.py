@@ -23,7 +23,7 @@ from .alternatives import Alternatives, describe_fit
 from .checks import PlannedRun, TrainingRun, check_plan
 from .describe import TRUST, Rows, collect_warnings, domain_rows, memory_line, sum_line
 from .footprint import Memory, Setup, Sizes
-from .setup import attention_span, setup_of, sizes_of
+from .setup import attention_span, checkpoint_bytes, setup_of, sizes_of
 
 log = logging.getLogger(__name__)
 PER_MILLIONS = 100  # the plan gives hours for so many million tokens if the size of the data is unknown
@@ -48,7 +48,7 @@ def print_plan(
     run = check_plan(config, ranks, here=here, gpus=cluster is not None)
     sizes = sizes_of(run.model, run.hf_config, config.model.linear_dtype)
     attended, span = attention_span(config, run, document_tokens)
-    setup = setup_of(config, run.batch, run.ds_config, run.objective, attended)
+    setup = setup_of(config, run.batch, run.ds_config, run.objective, attended, run.attention)
     memory = footprint.memory(sizes, setup)
     table = Table("what", "value", title=str(config.output_dir), show_header=False)
     for row in _recipe_rows(config, run, sizes, setup, memory):
@@ -93,8 +93,7 @@ def _recipe_rows(
         stored = f"at most {tokens * dtype.itemsize / GB:,.2g} GB of predictions in the run directory"
         rows.append(("KL from base", stored))
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    # the optimizer's weights, two moments, weights, and an average in float32
-    staged = sizes.trainable * (setup.state + setup.moments + setup.width + (4 if setup.averaged else 0))
+    staged = footprint.state_bytes(sizes, setup)
     rows.append(("states per rank", memory_line(states, 2)))
     if setup.checkpointing and setup.offload_activations:
         offloaded = footprint.stored_bytes(sizes, setup) / GIB
@@ -181,10 +180,9 @@ def _describe_saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) 
     Training waits while states are copied to host memory. They are written in the background. A step takes
     `step` seconds.
     """
-    state = sizes.trainable * (4 + setup.moments + setup.width)
-    written = state + sizes.parameters * setup.width * config.train.export_checkpoints
+    written = checkpoint_bytes(config, sizes, setup)
     seconds = config.train.save_steps * step
-    waiting = state / setup.ranks / footprint.HOST_LINK
+    waiting = footprint.state_bytes(sizes, setup) / setup.ranks / footprint.HOST_LINK
     return (
         f"{written / GB:,.0f} GB every {seconds / 60:,.1f} minutes, {written / GB / seconds:.2g} GB/s; "
         f"training waits {waiting / (waiting + seconds):.1%} of the time"

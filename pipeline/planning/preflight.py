@@ -40,11 +40,11 @@ from ..engine.device.pace import gpu_faults
 from ..engine.start import address_of_host, is_reachable, start_world
 from . import health
 from .checks import TrainingRun, check_run
+from .setup import disk_bytes, setup_of, sizes_of
 
 MIB = 2**20
 VERBS = "libibverbs.so.1"
 EFA_PLUGIN = "libnccl-net.so"
-STATE_BYTES = 14  # of a checkpoint per trainable parameter: float32 weights, two moments, weights
 
 
 class Finding(NamedTuple):
@@ -173,11 +173,14 @@ def _check_run_directory(config: RunConfig, run: TrainingRun | None, world: Worl
             probe.touch()
             yield Finding(host, "run directory", str(directory))
             if run is not None:
-                trainable = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-                needed = trainable * STATE_BYTES * (config.train.save_total_limit + 1)
+                sizes = sizes_of(run.model, run.hf_config, config.model.linear_dtype)
+                setup = setup_of(config, run.batch, run.ds_config, run.objective, attention=run.attention)
+                needed = disk_bytes(config, sizes, setup)
                 free = shutil.disk_usage(directory).free
                 advice = "free space, set output_dir elsewhere, or a smaller train.save_total_limit"
-                state = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
+                state = (
+                    f"{free / GIB:,.0f} GiB free, checkpoints and export take up to {needed / GIB:,.1f} GiB"
+                )
                 yield Finding(host, "disk", state, "" if free > needed else advice)
         except OSError as error:
             yield Finding(host, "run directory", str(error), "set output_dir to a writable directory")

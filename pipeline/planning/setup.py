@@ -21,6 +21,7 @@ from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
 from ..model.nf4 import linear_weights
+from ..model.objective.build import measures_demd
 from ..model.objective.config import BASE, ends
 from ..model.teacher import KEY, teacher_config
 from . import footprint
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 INNER = ("intermediate_size", "ffn_dim", "n_inner")
+GATES = {"gate_proj", "gate_up_proj", "w1"}  # parts of the names of parameters
 TEACHER = ("teacher", "copied", "teacher_width", "averaged")  # fields of a setup
 
 
@@ -54,12 +56,15 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig, linear_dtype: str | 
         hidden=text.hidden_size,
         inner=max(expert_width, int(_first_value(text, INNER) or 4 * text.hidden_size)),
         key_values=key_values * per_head,
-        gated=hasattr(text, "intermediate_size"),
+        # Names of experts differ between families, and all of them are gated.
+        gated=bool(expert_width) or any(GATES & {*name.split(".")} for name, _ in model.named_parameters()),
         vocabulary=text.vocab_size,
         tensors=len(parameters),
         quantized=sum(weight.numel() for weight in linear_weights(base)) if linear_dtype else 0,
         idle=idle,
         trains_head=outside[0].weight.requires_grad,
+        heads=text.num_attention_heads,
+        capped=bool(getattr(text, "attn_logit_softcapping", None)),
     )
 
 
@@ -90,6 +95,7 @@ def setup_of(
     ds_config: DsConfig,
     objective: Objective,
     attended: float | None = None,
+    attention: str | None = None,
     other: Setup | None = None,
 ) -> Setup:
     """Return the settings of a recipe that memory and time depend on.
@@ -100,6 +106,7 @@ def setup_of(
         ds_config: Its resolved DeepSpeed configuration.
         objective: What it minimises.
         attended: Mean tokens that a token attends to; None if one document fills each row.
+        attention: The implementation of attention. None: the one that the recipe names.
         other: Settings with the same teacher, which is then not built.
     """
     zero = ds_config.get("zero_optimization", {})
@@ -110,6 +117,8 @@ def setup_of(
     # Device `none`, which is also the default, means no offloading.
     offloaded = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")]
     state = 2 if config.train.state_dtype == "bfloat16" else 4
+    attention = attention or config.model.attn_implementation
+    cost, cache_mb = _cost_memory(config, objective)
     setup = Setup(
         ranks=batch.ranks,
         stage=zero_stage(ds_config),
@@ -122,14 +131,15 @@ def setup_of(
         tiled=config.model.tiled_mlp,
         offload_optimizer=offloaded[0] != "none",
         offload_parameters=offloaded[1] != "none",
-        cost=objective.needs_cost,
-        cache_mb=config.objective.cost_cache_mb,
+        cost=cost,
+        cache_mb=cache_mb,
         live=float(zero.get("stage3_max_live_parameters", 1e9)),
         bucket=float(zero.get("reduce_bucket_size", 5e8)),
         compiled=config.model.compile,
         kernels=config.model.kernels is not None,
-        # On GPUs `auto` chooses an attention without a mask. Those compute in half precision only.
-        masked=batch.sequence == 1 and (not half or config.model.attn_implementation in ("sdpa", "eager")),
+        # Attention without a mask computes in half precision only.
+        masked=batch.sequence == 1 and (not half or attention in ("sdpa", "eager")),
+        eager=attention == "eager",
         sequence=batch.sequence,
         moments=MOMENTS_8BIT if config.train.optimizer in EIGHT_BIT else 2.0 * state,
         state=state,
@@ -143,6 +153,18 @@ def setup_of(
     if other is not None:
         return dataclasses.replace(setup, **{name: getattr(other, name) for name in TEACHER})
     return _add_teacher(setup, config) if config.objective.has_live_teacher else setup
+
+
+def _cost_memory(config: RunConfig, objective: Objective) -> tuple[bool, float]:
+    """Return whether a cost embedding [V, h] is in memory during training, and the MiB of its cache.
+
+    Validation and the check of kernels measure DEMD for every objective, and the embedding stays in memory.
+    """
+    kind = config.objective.cost
+    measured = config.data.validation_sets or config.model.kernels or config.model.tiled_mlp
+    keeps = kind != "live" and bool(measured) and measures_demd(config, objective)
+    held = objective.needs_cost or keeps
+    return held and kind not in ("constant", "numbers"), config.objective.cost_cache_mb if held else 0.0
 
 
 def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
@@ -167,6 +189,18 @@ def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
     return dataclasses.replace(setup, teacher=sizes, copied=copied, teacher_width=width, averaged=averaged)
 
 
+def checkpoint_bytes(config: RunConfig, sizes: Sizes, setup: Setup) -> float:
+    """Return the bytes of a checkpoint, with its export if it has one."""
+    exported = footprint.export_bytes(sizes, setup) if config.train.export_checkpoints else 0.0
+    return footprint.state_bytes(sizes, setup) + exported
+
+
+def disk_bytes(config: RunConfig, sizes: Sizes, setup: Setup) -> float:
+    """Return the most bytes that the checkpoints and the final export of a run take."""
+    checkpoints = checkpoint_bytes(config, sizes, setup) * (config.train.save_total_limit + 1)
+    return checkpoints + footprint.export_bytes(sizes, setup)
+
+
 class StepPrediction(NamedTuple):
     """Predictions of the footprint for a step."""
 
@@ -187,7 +221,8 @@ def predict_step(config: RunConfig, run: TrainingRun, device: str) -> StepPredic
     if gpu is None:
         return None
     sizes = sizes_of(run.model, run.hf_config, config.model.linear_dtype)
-    setup = setup_of(config, run.batch, run.ds_config, run.objective, run.data.mean_context())
+    attended = run.data.mean_context()
+    setup = setup_of(config, run.batch, run.ds_config, run.objective, attended, run.attention)
     seconds = footprint.step_time(sizes, setup, gpu).total
     return StepPrediction(
         seconds=seconds,

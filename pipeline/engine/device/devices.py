@@ -97,8 +97,8 @@ def usable_attention(
         model: The section of the recipe.
         config: The model.
         shared: Several ranks share each row, which needs an attention that takes the bounds of documents.
-        gpus: For a run on other hosts, whether they have GPUs. `auto` is then not resolved. None if the run
-            is on this host.
+        gpus: For a run on other hosts, whether they have GPUs. `auto` is then resolved only with GPUs, for
+            hosts without flash-attn. None if the run is on this host.
     """
     requested = model.attn_implementation
     if shared and not uses_segments(requested):
@@ -112,17 +112,20 @@ def usable_attention(
             problem = f"model.attn_implementation={requested} cannot be used: {obstacle}"
             raise UserError(f"{problem}. Set model.attn_implementation=auto", code="attention")
         return requested
-    if gpus is not None:
+    if gpus is False:
         return requested
     skipped = []
     for name in PREFERENCE:
-        obstacle = _attention_obstacle(name, model, config)
-        if name == VARLEN and not on_gpu():
+        obstacle = _attention_obstacle(name, model, config, gpus)
+        if name == VARLEN and gpus is None and not on_gpu():
             obstacle = "no GPU"
+        elif name == "flash_attention_2" and gpus is not None:
+            obstacle = "its hosts may lack flash-attn"
         if obstacle is None:
             break
         skipped.append(f"not {name}: {obstacle}")
-    log.info("attention: %s", "; ".join((name, *skipped)))
+    if gpus is None:
+        log.info("attention: %s", "; ".join((name, *skipped)))
     return name
 
 

@@ -98,7 +98,7 @@ def _check_measured(config: RunConfig, objective: Objective) -> None:
     if "loss" in measures and _weights_change(config):
         problem = "a weight of objective.sum changes, so losses of different steps cannot be compared"
         raise UserError(f"{problem}. Choose nll instead of loss", code="not-measured")
-    if "demd" in measures and not _measures_demd(config, objective):
+    if "demd" in measures and not measures_demd(config, objective):
         problem = f"demd is not measured with a new model and objective.name={objective.name}"
         raise UserError(f"{problem}. Set objective.cost to a model, or choose nll", code="not-measured")
 
@@ -111,7 +111,7 @@ def _weights_change(config: RunConfig) -> bool:
     return any(isinstance(w, Ramp) for w in ramps) or any(s.first != s.last for s in shares)
 
 
-def _measures_demd(config: RunConfig, objective: Objective) -> bool:
+def measures_demd(config: RunConfig, objective: Objective) -> bool:
     """Return whether validation measures DEMD. With the initial weights of a new model it means nothing."""
     from_weights = config.objective.cost in ("pretrained", "permuted")
     return objective.needs_cost or not from_weights or config.model.path is not None
@@ -170,7 +170,7 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
         cost = number_cost(pieces, vocab_size)
     elif kind not in ("pretrained", "permuted"):
         cost = load_cost(kind, vocab_size)
-    elif _measures_demd(config, objective):
+    elif measures_demd(config, objective):
         source, revision = config.initial_weights()
         cost = load_cost(source, vocab_size, revision=revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any)
     return FlashAttention.apply(q, k, v), None
 
 
-def peak(sizes: Sizes, layers: int, checkpointing: bool) -> int:
+def peak(sizes: Sizes, layers: int, checkpointing: bool, implementation: str = "traced") -> int:
     """Return the peak bytes of a LLaMA's activations in a forward and backward pass over one row."""
     shape = {"hidden_size": sizes.hidden, "intermediate_size": sizes.inner, "num_hidden_layers": layers}
     shape |= {"num_attention_heads": sizes.hidden // 128, "num_key_value_heads": sizes.key_values // 128}
@@ -42,12 +43,14 @@ def peak(sizes: Sizes, layers: int, checkpointing: bool) -> int:
     AttentionInterface.register("traced", attention)
     with torch.device("meta"):
         model = LlamaModel(config).to(torch.bfloat16).train()
-    model.config._attn_implementation = "traced"
+    model.config._attn_implementation = implementation
+    eager = {"attention_mask": torch.empty(1, 1, TOKENS, TOKENS, dtype=torch.bfloat16, device="meta")}
+    inputs = eager if implementation == "eager" else {}
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     embedded = torch.empty(1, TOKENS, sizes.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with traced(embedded, counts=lambda tensor: TOKENS in tensor.shape) as trace:
-        hidden = model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        hidden = model(inputs_embeds=embedded, use_cache=False, **inputs).last_hidden_state
         hidden.backward(torch.empty_like(hidden))
     return trace.peak
 
@@ -67,4 +70,12 @@ def test_predicted_activations_are_those_of_a_trace(name: str, checkpointing: bo
     assert four - three == three - two  # all layers need the same memory
     total = four + (four - three) * (sizes.layers - 4)
     setup = Setup(8, 3, 1, TOKENS, checkpointing=checkpointing)
+    assert footprint.memory(sizes, setup).activations == pytest.approx(total, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_predicted_scores_of_eager_attention_are_those_of_a_trace(checkpointing: bool) -> None:
+    sizes = dataclasses.replace(LLAMA["8B"], layers=3, heads=32)
+    setup = Setup(8, 3, 1, TOKENS, checkpointing=checkpointing, eager=True)
+    total = peak(sizes, 3, checkpointing, "eager")
     assert footprint.memory(sizes, setup).activations == pytest.approx(total, rel=0.1)

@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from emo.common.errors import ExitCode, FailureError, UserError
 from emo.data_prep.config import load_data_config
+from emo.pipeline.batches.config import Batch
 from emo.pipeline.batches.order import MixedOrder
 from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
@@ -27,6 +28,7 @@ from emo.pipeline.engine.device.hardware import ACCELERATORS, GIB, USABLE, Clust
 from emo.pipeline.model.adapters import add_lora
 from emo.pipeline.model.build import load_pretrained
 from emo.pipeline.model.config import LoraConfig, ModelConfig
+from emo.pipeline.model.objective.build import training_objective
 from emo.pipeline.planning import describe, footprint
 from emo.pipeline.planning.alternatives import Alternatives, describe_fit
 from emo.pipeline.planning.best import Choice, choices, print_best
@@ -34,7 +36,7 @@ from emo.pipeline.planning.checks import check_plan
 from emo.pipeline.planning.describe import collect_warnings, domain_rows
 from emo.pipeline.planning.footprint import Setup
 from emo.pipeline.planning.plan import print_plan
-from emo.pipeline.planning.setup import setup_of, sizes_of
+from emo.pipeline.planning.setup import disk_bytes, setup_of, sizes_of
 from tests.conftest import REPO
 from tests.helpers import corpus, published
 from tests.helpers.families import family
@@ -75,7 +77,7 @@ def alternatives(overrides: list[str], gpus: str) -> Alternatives:
     config, cluster = load_config(LLAMA, ["output_dir=runs/unstarted", *overrides]), parse_cluster(gpus)
     ready = check_plan(config, cluster.gpus, gpus=True)
     sizes = sizes_of(ready.model, ready.hf_config, config.model.linear_dtype)
-    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
+    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attention=ready.attention)
     return Alternatives(config, ready, sizes, setup, cluster)
 
 
@@ -358,6 +360,9 @@ def test_size_and_rate_of_checkpoints(capsys: pytest.CaptureFixture[str]) -> Non
         row = cells(capsys.readouterr().out)["saves"][0]
         numbers.append([float(number) for number in re.findall(r"[\d.]+", row)])
     (size, minutes, rate, waiting), (_, _, half, rarer) = numbers
+    plan = alternatives(["train.save_total_limit=2"], "8xA100-80G")
+    room = disk_bytes(plan.config, plan.sizes, plan.setup)
+    assert room == 3 * 16 * LLAMA_7B.parameters + 2 * LLAMA_7B.parameters
     assert size == pytest.approx(16 * LLAMA_7B.parameters / 1e9, abs=0.5)
     assert rate == pytest.approx(size / 60 / minutes, rel=0.05) == pytest.approx(2 * half, rel=0.05)
     assert waiting > rarer > 0
@@ -429,6 +434,46 @@ def test_the_longest_published_rows_fill_a_gpu(kind: str, setup: Setup) -> None:
     """The predicted memory is that of the GPU, within the printed error."""
     memory = footprint.memory(published.sizes_of("LLaMA3-8B", setup.block), setup)
     assert memory.total / GIB == pytest.approx(ACCELERATORS[kind].memory_gib, rel=footprint.MEMORY_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "held", "cache_mb"),
+    [
+        (["objective.name=emo", "data.validation_fraction=0"], True, 64),
+        (["objective.name=mle"], True, 64),  # validation measures DEMD
+        (["objective.name=mle", "objective.cost=constant"], False, 64),
+        (["objective.name=mle", "data.validation_fraction=0"], False, 0),
+    ],
+)
+def test_a_cost_embedding_is_planned_if_training_or_validation_uses_it(
+    overrides: list[str], held: bool, cache_mb: float
+) -> None:
+    cached = ["objective.cost_cache_mb=64", "model={path: model, architecture: {model_type: llama}}"]
+    config = load_config(QUICKSTART, ["output_dir=runs/unstarted", *cached, *overrides])
+    objective = training_objective(config)
+    setup = setup_of(config, Batch(8, 1, 1, 8), {"zero_optimization": {"stage": 2}}, objective)
+    assert (setup.cost, setup.cache_mb) == (held, cache_mb)
+
+
+def test_a_plan_knows_which_attention_needs_masks_and_scores() -> None:
+    """Gemma 2 needs eager attention without flash-attn. It keeps 6 bytes for each score, and a soft cap 2."""
+    gemma = "model.architecture={model_type: gemma2, num_attention_heads: 16}"
+    recipes = ([], ["model.architecture={model_type: gpt2}", "data.sequence_len=1024"], [gemma])
+    plans = [alternatives(settings, "8xA100-80G") for settings in recipes]
+    assert [(p.setup.masked, p.setup.eager) for p in plans] == [(False, False), (True, False), (True, True)]
+    setup, sizes = plans[2].setup, plans[2].sizes
+    others = dataclasses.replace(setup, eager=False)
+    scores = footprint.memory(sizes, setup).activations - footprint.memory(sizes, others).activations
+    layers = 1.5 if setup.checkpointing else 26.5
+    assert scores == pytest.approx(setup.micro * setup.block**2 * 16 * 8 * layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "gated"), [("llama", True), ("gpt_neox", False), ("phi", False), ("starcoder2", False)]
+)
+def test_families_with_gates_are_known_by_their_parameters(name: str, gated: bool) -> None:
+    model = family(name)
+    assert sizes_of(model, model.config).gated == gated
 
 
 def test_a_token_passes_through_few_experts() -> None:

@@ -125,7 +125,9 @@ def test_an_attention_is_planned_for_other_hosts() -> None:
     """The model decides, and the GPUs of the plan do, but not this host."""
     flash = settings(2, "model.attn_implementation=flash_attention_2").model
     assert usable_attention(flash, llama(), shared=True, gpus=True) == "flash_attention_2"
-    assert usable_attention(settings(1).model, llama(), gpus=True) == "auto"
+    assert usable_attention(settings(1).model, llama(), gpus=False) == "auto"
+    assert usable_attention(settings(1).model, llama(), gpus=True) == VARLEN
+    assert usable_attention(settings(1).model, family("gemma2").config, gpus=True) == "eager"
     single = settings(2, "model.dtype=float32").model
     assert usable_attention(single, llama(), shared=True, gpus=False) == VARLEN
     with refused("sequence-parallel"):
