@@ -56,7 +56,7 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig, linear_dtype: str | 
         hidden=text.hidden_size,
         inner=max(expert_width, int(_first_value(text, INNER) or 4 * text.hidden_size)),
         key_values=key_values * per_head,
-        # Names of experts differ between families, and all of them are gated.
+        # The names of experts differ between families. Nearly all experts have gates.
         gated=bool(expert_width) or any(GATES & {*name.split(".")} for name, _ in model.named_parameters()),
         vocabulary=text.vocab_size,
         tensors=len(parameters),

@@ -109,7 +109,7 @@ def predicted(config: RunConfig) -> dict[str, float]:
     ready = check_run(config, 1)
     sizes = sizes_of(ready.model, ready.hf_config)
     attended = ready.data.mean_context()
-    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended)
+    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended, ready.attention)
     results = {"bytes": footprint.memory(sizes, setup).total}
     gpu = hardware.accelerator(torch.cuda.get_device_name()) if GPU else None
     if gpu is not None:
