@@ -144,14 +144,14 @@ def test_prepare_needs_only_the_data_section(tmp_path: Path) -> None:
 
 SUGGESTIONS = {  # for keys of other trainers
     "base_model": "model.path", "gradient_accumulation_steps": "train.global_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size", "sample_packing": "always packed",
+    "per_device_train_batch_size": "train.micro_batch_size", "sample_packing": "data.packing=none",
     "max_seq_length": "data.sequence_len", "datasets": "data.sources", "wandb_project": "train.project",
     "bf16": "model.dtype", "lora_r": "model.lora.r", "lora_alpha": "model.lora.alpha",
     "load_in_4bit": "base_dtype=nf4", "neftune_noise_alpha": "model.neftune_noise_alpha", "rl": "use TRL",
     "flash_attention": "model.attn_implementation", "val_set_size": "data.validation_fraction",
     "trust_remote_code": "never run", "seed": "train.seed or data.seed",
     "weight_decay": "train.weight_decay", "dedup": "data.dedup", "dataset_dir": "data.root",
-    "roles_to_train": "each with the token that ends it", "neat_packing": "always packed",
+    "roles_to_train": "each with the token that ends it", "neat_packing": "data.packing=none",
     "liger_rms_norm": "model.kernels", "enable_thinking": "data.template_variables",
     "preprocessing_num_workers": "--workers", "num_warmup_steps": "warmup_steps",
     "ddp_timeout": "minutes instead of seconds",
