@@ -45,7 +45,7 @@ def zero_padding(model: nn.Module, optimizer: Any, rank: int) -> None:
     for parameter in model.parameters():
         padding(parameter, parameter.ds_tensor).zero_()  # type: ignore[attr-defined]
     for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-        if not flat.numel():  # on NVMe, which checkpoints copy without looking at the values
+        if not flat.numel():  # the values are on NVMe
             continue
         for parameter, part in zip(group, flat.split([p.partition_numel() for p in group]), strict=True):
             padding(parameter, part).zero_()
