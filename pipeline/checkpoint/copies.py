@@ -355,8 +355,8 @@ class RunCopy:
 def fetch_records(config: RunConfig, identity: Identity) -> None:
     """Compare the run in `train.copy_to` with the recipe. Fetch its records if the run directory is new.
 
-    Raises UserError for another run. A store that cannot be read is only reported if the run directory has
-    checkpoints.
+    Raises UserError for another run, and for a run directory that is older than its copy. A store that cannot
+    be read is only reported if the run directory has checkpoints.
     """
     run_dir = config.output_dir
     target = config.train.copy_to
@@ -370,6 +370,11 @@ def fetch_records(config: RunConfig, identity: Identity) -> None:
                 return
             newest = step_of(Path(names[0]))
             check_config_file(target, Path(temporary) / CONFIG, newest, config, identity)
+        step = max(map(step_of, checkpoints(run_dir)), default=newest)
+        if step < newest:  # the run continued on another host
+            problem = f"{run_dir} ends at step {step}, but train.copy_to={target} at step {newest}"
+            cure = "Move the directory away to continue from the copy, or set another train.copy_to"
+            raise UserError(f"{problem}. {cure}.", code="older-than-copy")
     except FailureError as error:
         if not checkpoints(run_dir):
             raise

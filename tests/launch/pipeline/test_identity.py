@@ -92,6 +92,14 @@ def test_another_run_in_the_copy_is_rejected(tmp_path: Path) -> None:
     (run_dir / CONFIG).unlink()
     copies.fetch_records(config(run_dir, copied), DATA)
     identity.check_run_dir(config(run_dir, copied), DATA)
+    for step in (2, 3):  # the copy has step 3
+        (run_dir / f"step-{step:06}").mkdir()
+        (run_dir / f"step-{step:06}" / COMPLETE).touch()
+        if step == 2:
+            with refused("older-than-copy"):
+                copies.fetch_records(config(run_dir, copied), DATA)
+        else:
+            copies.fetch_records(config(run_dir, copied), DATA)
     unknown = config(tmp_path / "new", "train.copy_to=nowhere://x")
     with pytest.raises(UserError) as caught:
         copies.fetch_records(unknown, DATA)
