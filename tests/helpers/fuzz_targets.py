@@ -317,7 +317,7 @@ def _summarise(judged: pairs.Judged) -> None:
 def replies(directory: Path) -> None:
     judged, judge = pairs.pair_answers(directory / "a.json", directory / "b.jsonl"), JUDGES["alpaca_eval"]
     for form in judging.FORMATS:
-        read, author = judging.read_replies(judge, judged, directory / f"{form}.jsonl", "x")
+        read, author = judging.read_replies(judge, judged, [directory / f"{form}.jsonl"], "x")
         _summarise(judging.judge_pairs(judge, author, judged, read, {}))
 
 
