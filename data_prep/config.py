@@ -271,16 +271,16 @@ class DataConfig(Section):
 
     def _check_documents(self) -> None:
         """Raise ValueError for keys of documents that contradict others."""
-        packing = {f"packing: {value}": self.packing == value for value in ("best_fit", "none")}
-        is_set = packing | {"long_doc_tokens": self.long_doc_tokens is not None}
-        for key in (key for key, value in is_set.items() if value and self.limit_tokens is not None):
+        best_fit = {"packing: best_fit": self.packing == "best_fit"}
+        long = {"long_doc_tokens": self.long_doc_tokens is not None}
+        without_limit = best_fit | {"packing: none": self.packing == "none"} | long
+        of_documents = best_fit | long | {"min_doc_tokens": self.min_doc_tokens is not None}
+        for key in (key for key, value in without_limit.items() if value and self.limit_tokens is not None):
             raise ValueError(f"{key} does not work with limit_tokens. Set limit_rows instead")
         names = {source.domain_name for split in self.splits for source in self.sources_of(split)}
         if self.long_doc_tokens is not None and (twice := sorted({name + LONG for name in names} & names)):
             raise ValueError(f"domain {twice[0]} is also the name of long documents. Rename the domain")
-        is_set["min_doc_tokens"] = self.min_doc_tokens is not None
-        is_set.pop("packing: none")  # which also works for instructions
-        for key in (key for key, value in is_set.items() if value and self.kind == "instruct"):
+        for key in (key for key, value in of_documents.items() if value and self.kind == "instruct"):
             raise ValueError(f"{key} is for documents, and kind is instruct. Remove it")
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shlex
@@ -15,6 +14,7 @@ from emo.common.cli.commands import ALWAYS, Parser, add_recipe, announce, parse_
 from emo.common.cli.submit import submit_file
 from emo.common.errors import AGAIN, ExitCode, UserError, exit_code_of
 from emo.common.io.files import replace_nonfinite, write_text
+from emo.eval.results import store
 from emo.pipeline.cli import silence_libraries
 from emo.pipeline.config import RunConfig, load_config
 
@@ -149,9 +149,8 @@ def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
     """
     command = ["-m", "emo", "sweep", str(args.experiment), *args.overrides]
     template = (Path(__file__).with_name("jobs") / JOBS[scheduler]).read_text(encoding="utf-8")
-    settings = json.dumps([template, command, args.workers, ranks])
     return string.Template(template).substitute(
-        digest=hashlib.sha256(settings.encode()).hexdigest()[:8],
+        digest=store.digest_json([template, command, args.workers, ranks])[:8],
         file=args.experiment,
         name=args.experiment.stem.lower().replace("_", "-"),
         workers=args.workers,

@@ -101,10 +101,10 @@ class WrittenAnswer(NamedTuple):
 class ChatWriter:
     """Writes chats as examples by one template, and remembers what it learned about the template."""
 
-    def __init__(self, template: ChatTemplate, of_chat: str = "") -> None:
-        """Write chats whose own variables of the template are `of_chat`, or any chats if it is empty."""
+    def __init__(self, template: ChatTemplate, chat_variables: str = "") -> None:
+        """Write chats with the variables `chat_variables`. Chats with other variables get another writer."""
         self.template = template
-        self._of_chat = of_chat
+        self._chat_variables = chat_variables
         self.renderer = Renderer(template)
         self._last_read: tuple[Chat, list[Message], Any] | None = (
             None  # the last chat, its messages and tools
@@ -114,23 +114,23 @@ class ChatWriter:
         )
         self._last_form: Any = None  # one of CALL_FORMS, in which the template wrote the last chat
         self._offsets: dict[Any, Span | None] = {}
-        self._others: dict[str, ChatWriter] = {}  # for the variables of single chats
+        self._writers: dict[str, ChatWriter] = {}  # for the variables of single chats
 
-    def _of(self, chat: Chat) -> ChatWriter:
+    def _writer_for(self, chat: Chat) -> ChatWriter:
         """Return the writer for the template's variables in a chat."""
-        if chat.variables == self._of_chat:
+        if chat.variables == self._chat_variables:
             return self
-        if chat.variables not in self._others:
-            if len(self._others) >= WRITERS:
-                self._others.clear()
+        if chat.variables not in self._writers:
+            if len(self._writers) >= WRITERS:
+                self._writers.clear()
             variables = json.dumps(json.loads(self.template.variables) | json.loads(chat.variables))
             template = self.template._replace(variables=variables)
-            self._others[chat.variables] = ChatWriter(template, chat.variables)
-        return self._others[chat.variables]
+            self._writers[chat.variables] = ChatWriter(template, chat.variables)
+        return self._writers[chat.variables]
 
     def examples(self, chat: Chat, exact: bool = False) -> list[ChatExample]:
         """Return the examples of a chat. With `exact` every prompt is rendered. Raises RefusedError."""
-        if (writer := self._of(chat)) is not self:
+        if (writer := self._writer_for(chat)) is not self:
             return writer.examples(chat, exact)
         examples = self._try_forms(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
         if not chat.weights and self.template.reasoning_weight == 1:
@@ -145,7 +145,7 @@ class ChatWriter:
 
     def left_out(self, chat: Chat, examples: list[ChatExample]) -> list[str]:
         """Return the fields of a chat that are not completely in its examples."""
-        if (writer := self._of(chat)) is not self:
+        if (writer := self._writer_for(chat)) is not self:
             return writer.left_out(chat, examples)
         return self._try_forms(chat, lambda messages, tools: self._left_out(messages, tools, examples))
 

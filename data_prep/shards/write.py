@@ -195,12 +195,12 @@ def write_shard(
     with part_file(directory / name) as file:
         block = config.sequence_len
         text = config.kind == "text"
-        whole = text and config.packing != "blocks"
-        writer = ShardWriter(file, config.kind, dtype, domains, rows_at_once(block) if whole else ROWS)
-        if text and not whole:
+        complete = text and config.packing != "blocks"
+        writer = ShardWriter(file, config.kind, dtype, domains, rows_at_once(block) if complete else ROWS)
+        if text and not complete:
             _pack_blocks(writer, counted_parts(), block, quota, counts)
         else:
-            parts = _cut_parts(counted_parts(), block, counts) if whole else counted_parts()
+            parts = _cut_parts(counted_parts(), block, counts) if complete else counted_parts()
             alone = config.packing == "none"
             counts["weighted_spans"] = _pack_bins(writer, parts, block, dtype, directory, alone)
         info = writer.finish(directory / name, documents, counts, ends)

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from emo.common.errors import UserError, one_line
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
@@ -271,9 +272,9 @@ def _parse_reply(row: FileRow) -> Record:
         raise UserError(
             f'{row.source} must be {{"id", "reply": TEXT}}, or a line of a batch output', code="no-reply"
         )
-    response = row.get("response") or {}
-    body = response.get("body") or {}
-    if error := row.get("error") or body.get("error"):
+    response = row.get("response")
+    body: Any = response.get("body") if isinstance(response, dict) else None
+    if error := row.get("error") or (isinstance(body, dict) and body.get("error")):
         message = error.get("message", error.get("code")) if isinstance(error, dict) else error
         return {"text": "", "failed": one_line(str(message), 200)}
     try:

@@ -6,7 +6,6 @@ Importing this module and asking about files loads neither torch nor transformer
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from emo.common.cli.commands import announce
 from emo.common.cli.progress import show_activity
 from emo.common.context_length import context_length
 from emo.common.errors import UserError, one_line
+from emo.common.io.files import sha256
 from emo.common.io.hub import hub_directory
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import (
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` covers
-LOADER = hashlib.sha256(Path(str(loader.__file__)).read_bytes()).hexdigest()  # the code of `load_tokenizer`
 PIECES_PER_TEXT = 4096  # vocabulary pieces in each text that `tokenizer_content` encodes
 # Results, figures and options such as NAME=DIR and NAME,NAME use names unescaped.
 NAME = re.compile(r"[^\W_][\w.+@~ -]{0,199}")
@@ -142,7 +141,12 @@ class EvaluatedModel(LanguageModel):
             return content
 
         files = store.digest_files(self.path, self._tokenizer_files())
-        code = [TOKENIZER_VERSION, version("tokenizers"), version("transformers"), LOADER]
+        code = [
+            TOKENIZER_VERSION,
+            version("tokenizers"),
+            version("transformers"),
+            sha256(Path(str(loader.__file__))),
+        ]
         return store.cached_digest("tokenizers", store.digest_json([code, files]), compute)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
